@@ -113,7 +113,7 @@ def load_expert(path: str | Path, like: Params) -> tuple[Params, dict[str, Any]]
     leaves, manifest = load_leaves(path)
     expected = tree.flatten_unwrapped(like)
     problems = [
-        f"leaf {name!r} of {path} is {dtype_name(leaves[name])}, expected {dtype_name(leaf)}: cast it first"
+        f"parameter {name!r} of {path} is {dtype_name(leaves[name])}, expected {dtype_name(leaf)}: cast it first"
         for name, leaf in expected.items()
         if name in leaves and leaves[name].dtype != leaf.dtype
     ]

@@ -52,7 +52,7 @@ def flatten_unwrapped(tree: Params) -> dict[str, Tensor]:
     if len(found) < len(leaves):
         double = [path for path in leaves if path != unwrapped(path) in leaves]
         raise_problems(
-            [f"leaves {p!r} and {unwrapped(p)!r} are one parameter without its wrapper: give one" for p in double]
+            [f"parameters {p!r} and {unwrapped(p)!r} are one parameter without its wrapper: give one" for p in double]
         )
     return found
 
@@ -65,7 +65,8 @@ def unflatten(like: Params, leaves: Mapping[str, Any]) -> Params:
     missing: list[str] = []
     built = _build(like, "", leaves, missing)
     if missing:
-        raise_problems(shortened([f"leaf {path!r} is missing" for path in missing], "{} more leaves are missing"))
+        problems = [f"parameter {path!r} is missing" for path in missing]
+        raise_problems(shortened(problems, "{} more parameters are missing"))
     return built
 
 
@@ -76,9 +77,9 @@ def _collect(node: Any, path: str, leaves: dict[str, Any], problems: list[str], 
         for name, child in children:
             _collect(child, f"{path}.{name}" if path else name, leaves, problems, kind)
     elif not isinstance(node, kind):
-        problems.append(f"leaf {path!r} is a {type(node).__name__}, {_WANTED[kind]}{_way_out(node)}")
+        problems.append(f"parameter {path!r} is a {type(node).__name__}, {_WANTED[kind]}{_way_out(node)}")
     elif path in leaves:
-        problems.append(f"two leaves have the path {path!r}: rename one of them")
+        problems.append(f"two parameters have the name {path!r}: rename one of them")
     else:
         leaves[path] = node
 
@@ -173,13 +174,13 @@ def predicate(where: Where | None) -> Predicate | None:
     if problems or wrong:
         raise_problems([
             f"where is a {type(where).__name__}: give a function (name, weight) -> bool, a tree of bools that is like "
-            "the parameters, or None for every leaf",
+            "the parameters, or None for all of them",
             *shortened(problems, "{} more leaves of where are not bools"),
         ])  # fmt: skip
 
     def picks(path: str, leaf: Tensor) -> bool:
         if path not in chosen:
-            raise ValueError(f"where is a tree of bools that lacks leaf {path!r}: give it a bool for every leaf")
+            raise ValueError(f"where is a tree of bools that lacks parameter {path!r}: give it a bool for every one")
         return chosen[path]
 
     return picks
@@ -204,12 +205,12 @@ def check_same(reference: Mapping[str, Tensor], name: str, /, **others: Mapping[
         ):
             continue
         misshapen = [
-            f"leaf {path!r} has shape {tuple(other[path].shape)} in {other_name} but {tuple(leaf.shape)} in {name}"
+            f"parameter {path!r} has shape {tuple(other[path].shape)} in {other_name} but {tuple(leaf.shape)} in {name}"
             for path, leaf in reference.items()
             if path in other and other[path].shape != leaf.shape
         ]
         problems += _differences(reference, name, other_name, other)
-        problems += shortened(misshapen, f"{{}} more leaves of {other_name} have another shape in {name}")
+        problems += shortened(misshapen, f"{{}} more parameters of {other_name} have another shape in {name}")
     if problems:
         raise_problems(problems)
 
@@ -241,10 +242,10 @@ def check_state(leaves: Mapping[str, Tensor], **trees: Mapping[str, Tensor]) -> 
 
 def _differences(reference: Mapping[str, Any], name: str, other_name: str, other: Mapping[str, Any]) -> list[str]:
     """Errors for leaves that only one of two flat trees has (`shortened`)."""
-    lacking = [f"{other_name} lacks leaf {path!r} of {name}" for path in reference if path not in other]
-    unknown = [f"{other_name} has leaf {path!r} that {name} lacks" for path in other if path not in reference]
-    found = shortened(lacking, f"{other_name} lacks {{}} more leaves of {name}")
-    return found + shortened(unknown, f"{other_name} has {{}} more leaves that {name} lacks")
+    lacking = [f"{other_name} lacks parameter {path!r} of {name}" for path in reference if path not in other]
+    unknown = [f"{other_name} has parameter {path!r} that {name} lacks" for path in other if path not in reference]
+    found = shortened(lacking, f"{other_name} lacks {{}} more parameters of {name}")
+    return found + shortened(unknown, f"{other_name} has {{}} more parameters that {name} lacks")
 
 
 def gradients(loss: Tensor, leaves: Mapping[str, Tensor], *, touched: bool = False) -> Sequence[Tensor]:
@@ -322,29 +323,29 @@ def unchanged(base: Params) -> Callable[[], None]:
 def check_floating(leaves: Mapping[str, Tensor], name: str) -> None:
     """Every leaf is a dense, real floating-point tensor. Raises: ValueError that lists the others (`shortened`)."""
     problems = [
-        f"leaf {path!r} of {name} is {str(leaf.layout).removeprefix('torch.')}: only dense tensors are supported, give "
-        "leaf.to_dense(), and an nn.Embedding without sparse=True"
+        f"parameter {path!r} of {name} is {str(leaf.layout).removeprefix('torch.')}: only dense tensors are supported, "
+        "give leaf.to_dense(), and an nn.Embedding without sparse=True"
         for path, leaf in leaves.items()
         if leaf.layout != torch.strided
     ]
     problems += [
-        f"leaf {path!r} of {name} has dtype {dtype_name(leaf)}: "
-        "only floating-point leaves can be trained, pass those alone"
+        f"parameter {path!r} of {name} has dtype {dtype_name(leaf)}: "
+        "only floating-point parameters can be trained, pass those alone"
         for path, leaf in leaves.items()
         if not leaf.is_floating_point()
     ]
     if problems:
-        raise_problems(shortened(problems, f"{{}} more leaves of {name} are not dense or not floating-point"))
+        raise_problems(shortened(problems, f"{{}} more parameters of {name} are not dense or not floating-point"))
 
 
 def check_apart(targets: Mapping[str, Tensor]) -> None:
     """Raises: ValueError for leaves to be written that share memory, of which the last one written would be left."""
     shared = [
-        f"leaves {first!r} and {second!r} of out share memory: give each its own, and a weight of two names once"
+        f"parameters {first!r} and {second!r} of out share memory: give each its own, and a weight of two names once"
         for first, second in sharing(targets)
     ]
     if shared:
-        raise_problems(shortened(shared, "{} more leaves of out share memory"))
+        raise_problems(shortened(shared, "{} more parameters of out share memory"))
 
 
 def sharing(leaves: Mapping[str, Tensor]) -> list[tuple[str, str]]:
@@ -384,11 +385,11 @@ def _start_of(leaf: Tensor) -> int | None:
 def check_finite(leaves: Mapping[str, Tensor], name: str) -> None:
     """Every floating-point leaf is finite (reads the data: for scripts). Raises: ValueError that lists the others."""
     problems = [
-        f"leaf {path!r} of {name} holds {int((~leaf.isfinite()).sum())} values that are NaN or infinite"
+        f"parameter {path!r} of {name} holds {int((~leaf.isfinite()).sum())} values that are NaN or infinite"
         for path, leaf in leaves.items()
         if leaf.is_floating_point() and not bool(leaf.isfinite().all())
     ]
-    raise_problems(shortened(problems, f"{{}} more leaves of {name} hold such values"))
+    raise_problems(shortened(problems, f"{{}} more parameters of {name} hold such values"))
 
 
 def compute_dtype(*leaves: Tensor) -> torch.dtype:
@@ -481,7 +482,8 @@ def global_norm(tree: Params) -> Tensor:
     """
     flat = flatten(tree)
     if wrong := [path for path, leaf in flat.items() if leaf.is_complex()]:
-        raise_problems([f"leaf {p!r} is complex: give torch.view_as_real(leaf), whose norm is the same" for p in wrong])
+        way = "give torch.view_as_real(leaf), whose norm is the same"
+        raise_problems([f"parameter {path!r} is complex: {way}" for path in wrong])
     leaves = list(flat.values())
     if not leaves:
         return torch.zeros((), dtype=torch.float64)

@@ -65,11 +65,11 @@ def extract_lora(base: Path, expert: Path, out: Path, *, rank: int, overwrite: b
     sizes = ((path, _square(_delta(path, start, found["expert"]))) for path in beside)
     rests |= {path: (size, size) for path, size in sizes if size}
     if not rests:
-        raise ValueError(f"no leaf of {expert} differs from {base}: an adapter would be empty, give another expert")
+        raise ValueError(f"no weight of {expert} differs from {base}: an adapter would be empty, give another expert")
     if not ranks:
         raise ValueError(
-            f"none of the {len(rests)} leaves of {expert} that differ from base (first: {next(iter(rests))}) is the "
-            "weight of a linear layer or embedding, and peft loads no adapter without one: publish the expert itself"
+            f"none of the {len(rests)} weights of {expert} that differ from base (first: {next(iter(rests))}) is of a "
+            "linear layer or embedding, and peft loads no adapter without one: publish the expert itself"
         )
     saved = _saved(others, ranks)
     # peft reads all leaves of such a module, changed or not
@@ -242,7 +242,7 @@ def _delta(path: str, base: Folder, expert: Folder) -> Tensor:
     delta = expert.leaf(path).float() - base.leaf(path).float()
     if not bool(delta.isfinite().all()):
         raise ValueError(
-            f"leaf {path!r} holds values that are NaN or infinite in base or the expert: nothing is written"
+            f"parameter {path!r} holds values that are NaN or infinite in base or the expert: nothing is written"
         )
     return delta
 

@@ -117,12 +117,12 @@ def prepare_several(
         job, _ = prepare(replace(one, task=next(iter(experts), "")), base, experts, out, **options)
         alone, _ = prepare(WeightAverage(), base, {"base": base}, out, overwrite=True)
         problems += [
-            f"leaf {path!r} is not one of base as it is stored: a folder of all tasks cannot hold it, give task"
+            f"parameter {path!r} is not one of base as it is stored: a folder of all tasks cannot hold it, give task"
             for path, leaf in job.base.leaves.items()
             if path not in alone.base.leaves or alone.base.leaves[path].shape != leaf.shape
         ]
     if job is not None and not job.coefs:
-        problems.append("base has no floating-point leaves: there is nothing to merge")
+        problems.append("base has no floating-point parameters: there is nothing to merge")
     errors.raise_problems(problems)
     assert job is not None
     groups = {}
@@ -218,7 +218,7 @@ def _blocks(job: Job, shard: Shard, descriptor: int) -> Iterator[Callable[[], tu
             refuse_values(job, path, deltas)
         vector, masks = config.shared(deltas)
         if not bool(vector.isfinite().all()):
-            raise ValueError(f"leaf {path!r}: the merged vector exceeds the range of {dtype}")
+            raise ValueError(f"parameter {path!r}: the merged vector exceeds the range of {dtype}")
         write_chunk(descriptor, vector, shard.offsets[f"vector/{path}"] + start * vector.itemsize)
         sums: list[float] = []
         for i, (delta, mask) in enumerate(zip(deltas, masks, strict=True)):
@@ -298,7 +298,7 @@ def export_task(
     problems = place_problems(out, [model], overwrite=True)
     job, shards = prepare(WeightAverage(), base, {task: base}, out, **options)
     if not found.fits(job.base.leaves):
-        problems.append(f"{model} has other leaves than {base}: give the base of that merge")
+        problems.append(f"{model} has other parameters than {base}: give the base of that merge")
     errors.raise_problems(problems)
     view = found.model(task, job.base)
     seen = {file: identity(file) for file in view.stores}
@@ -316,7 +316,9 @@ def task_params(model: Path, task: str, base: Mapping[str, Tensor]) -> dict[str,
     found = open_several(model)
     found.place(task)
     if not found.fits(base):
-        raise ValueError(f"{model} has other leaves than the base it is to be scored with: merge again from that base")
+        raise ValueError(
+            f"{model} has other parameters than the base it is to be scored with: merge again from that base"
+        )
 
     def made(path: str, leaf: Tensor) -> Tensor:
         if path not in found.leaves:

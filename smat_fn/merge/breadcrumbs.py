@@ -103,7 +103,7 @@ class Breadcrumbs(Sparse):
     def problems(self, experts: Experts) -> list[str]:
         shares = {"drop_smallest": self.drop_smallest, "drop_largest": self.drop_largest}
         problems = [
-            f"{name} is {share}, must be in [0, 1): it is the removed share of a leaf"
+            f"{name} is {share}, must be in [0, 1): it is the removed share of a parameter"
             for name, share in shares.items()
             if not 0 <= share < 1
         ]

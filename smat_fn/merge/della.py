@@ -111,7 +111,7 @@ def _shares(
     """The drop probability and the window of an expert's leaf."""
     drop, width = drop_prob if density is None else 1 - density, number(windows, name, path, window)
     if problems := _problems(drop, width):
-        raise ValueError(f"expert {name!r}, leaf {path!r}: {problems[0]}")
+        raise ValueError(f"expert {name!r}, parameter {path!r}: {problems[0]}")
     return drop, width
 
 

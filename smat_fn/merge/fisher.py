@@ -120,7 +120,7 @@ def _of(weights: Numbers, names: Sequence[str], path: str) -> list[float]:
     """Weights up to a common power of two. Raises: ValueError where all weights of a leaf are 0."""
     found = [number(weights, name, path, 1.0) for name in names]
     if not any(found):
-        raise ValueError(f"all weights of leaf {path!r} are 0: leave one expert in")
+        raise ValueError(f"all weights of parameter {path!r} are 0: leave one expert in")
     power = _power(max(found))  # they may all be outside of float32's range
     return [weight / power for weight in found]
 

@@ -55,7 +55,7 @@ def shares_of(path: str, products: list[list[float]], weights: Sequence[float]) 
         return [scale * part for part in parts]
     if len(norms) == 2:
         return list(weights)
-    raise ValueError(f"leaf {path!r}: the directions of the task vectors cancel out: give other weights")
+    raise ValueError(f"parameter {path!r}: the directions of the task vectors cancel out: give other weights")
 
 
 def _size(parts: Sequence[float], products: list[list[float]]) -> float:
@@ -70,7 +70,7 @@ def _weights(experts: Experts, weights: Weights) -> tuple[list[str], list[float]
     problems, given = given_weights(experts, [1.0] * len(experts) if equal else weights, True)
     numbers = [weight for weight in given.values() if not isinstance(weight, Mapping)]
     if len(numbers) < len(given):
-        problems.append("weights differ by leaf: multislerp takes one number for each expert")
+        problems.append("weights differ by parameter: multislerp takes one number for each expert")
     total = sum(numbers)
     return problems, [weight / total for weight in numbers] if not problems else []
 

@@ -52,7 +52,7 @@ def reg_mean_plus(
         groups.setdefault(block_prefix(path), []).append(path)
     outside = groups.pop("", [])
     problems = scale_problems(scale)
-    problems += [] if groups else ["no leaf is in a numbered block, as layers.3.weight is: take reg_mean"]
+    problems += [] if groups else ["no parameter is in a numbered block, as layers.3.weight is: take reg_mean"]
     for name in flat:
         problems += [f"task {name!r} has no loss: give one by the expert's name"] if name not in loss_fns else []
         problems += [f"task {name!r} has no batches: give at least one"] if not batches.get(name) else []

@@ -113,8 +113,8 @@ def _cuts(base: Leaves, experts: Mapping[str, Leaves], keep: float, scope: Scope
             magnitudes = _magnitudes({path: leaves[path] for path in group}, expert, dtypes)
             if scope == "tensor" and magnitudes.isnan().any():  # the exact count has no last coordinate then
                 raise ValueError(
-                    f"leaf {group[0]!r} of expert {name!r} minus base's is NaN in places, which have no order: find "
-                    "them by smat_fn.tree.check_finite, in base too"
+                    f"parameter {group[0]!r} of expert {name!r} minus base's is NaN in places, which have no order: "
+                    "find them by smat_fn.tree.check_finite, in base too"
                 )
             count = int(magnitudes.numel() * number(densities, name, group[0], keep))
             cut = (_exact if scope == "tensor" else _threshold)(magnitudes, count)
@@ -222,7 +222,7 @@ class Ties(Sparse):
         return [
             *_problems(keep, scope),
             *(
-                f"densities of {name!r} differ by leaf, which needs scope 'tensor': give one number"
+                f"densities of {name!r} differ by parameter, which needs scope 'tensor': give one number"
                 for name, rules in densities.items()
                 if isinstance(rules, Mapping) and scope != "tensor"
             ),

@@ -56,7 +56,7 @@ def divisor_of(weights: Sequence[float], *, normalize: bool) -> float:
     """The sum of weights, or 1, by which a weighted sum is divided. Raises: ValueError for a sum of 0."""
     if normalize and no_sum(weights):
         raise ValueError(
-            f"the sum of weights {list(weights)} of a leaf is 0: turn normalize off, or give other weights"
+            f"the sum of weights {list(weights)} of a parameter is 0: turn normalize off, or give other weights"
         )
     return math.fsum(weights) if normalize else 1.0
 

@@ -211,7 +211,7 @@ def spoken(text: str, names: Sequence[str] = ()) -> str:
     for name, option in {"heads": "--heads keep", "chat_template auto": "--chat-template auto"}.items():
         text = text.replace(f"{name} is not available with into", f"{option} is not available with into")
     text = re.sub(r"\b(into is '|(?<=not available with )into\b)", r"--\1", text)
-    text = re.sub(r"\b(by|name the leaf in) skip\b", r"\1 --skip", text)
+    text = re.sub(r"\b(by|name it in) skip\b", r"\1 --skip", text)
     by_token = "--tokenizer-from union" if "tokenizer_from" in names else "tokenizer_source: union in the recipe"
     text = text.replace("merge by token (tokenizer_from)", f"merge by token ({by_token})")
     text = text.replace("by coef 0 for '*running_*'", 'by --coefs "*running_*" 0')
@@ -223,7 +223,9 @@ def spoken(text: str, names: Sequence[str] = ()) -> str:
     text = re.sub(r"\b(\w+) '([^']*)' requires one model: give task, or leave \w+ out", _of_one_model, text)
     text = re.sub(r"\bgive task\b", "pass --task", text)
     if "coefs" in names:
-        text = re.sub(r"\brule ('[^']*') decides for no leaf", r"the rule \1 of --coefs decides for no parameter", text)
+        text = re.sub(
+            r"\brule ('[^']*') decides for no parameter", r"the rule \1 of --coefs decides for no parameter", text
+        )
     if single := "|".join(name for name in names if "_" not in name):  # common words: only in this phrase
         text = re.sub(rf"(?m)^(\s*)({single})(?=( \S+)? is not supported with )", r"\1--\2", text)
         text = re.sub(rf"(is not supported with )({single})(?=[ :])", r"\1--\2", text)

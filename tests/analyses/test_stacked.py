@@ -44,7 +44,7 @@ def test_stack_adds_an_axis_and_copies():
     assert trees[2]["layer"]["b"].sum() == 6
     with pytest.raises(ValueError, match="no trees"):
         stack([])
-    with pytest.raises(ValueError, match="tree 1 has leaf 'v' that tree 0 lacks"):
+    with pytest.raises(ValueError, match="tree 1 has parameter 'v' that tree 0 lacks"):
         stack([{"w": torch.ones(1)}, {"w": torch.ones(1), "v": torch.ones(1)}])
 
 

@@ -276,7 +276,7 @@ def test_a_coefficient_of_a_glob_is_given_as_one_word(hub, call, tmp_path):
     call("ta", *common, "--out", tmp_path / "d")
     a, b, c, d = (hashlib.sha256((tmp_path / x / "ta/model.safetensors").read_bytes()).digest() for x in "abcd")
     assert a == b == c != d
-    assert call("ta", *common, "--coef", "model.layer=0.4", "--out", tmp_path / "e")[1].endswith("it matches no leaf")
+    assert call("ta", *common, "--coef", "model.layer=0.4", "--out", tmp_path / "e")[1].endswith("matches no parameter")
 
 
 def test_what_stops_a_merge_is_told_in_one_line(hub, call, tmp_path, monkeypatch):
@@ -312,7 +312,7 @@ def test_what_stops_a_merge_is_told_in_one_line(hub, call, tmp_path, monkeypatch
         (("ties", "--coef", "1", "--scope", "global", "--semantics", "mergekit"), "scope of ties is 'global', but"),
         (("wise_ft", "--coef", "1"), "the number of experts is 2: wise_ft takes exactly 1"),
         (("weighted_average", "--weights", "1"), "weights holds 1 numbers for 2 experts"),
-        (("ta", "--coefs", "*.mlp.*", "1"), "no rule matches leaf 'model.embed_tokens.weight'"),
+        (("ta", "--coefs", "*.mlp.*", "1"), "no rule matches parameter 'model.embed_tokens.weight'"),
         (("ta", "--coef", "1", "--device", "cuda"), "device is 'cuda', but torch sees no GPU here"),
         (("ta", "--coef", "1", "--memory-mib", "8"), "8 MiB are too little memory for a merge: give more than 32 MiB"),
         (("ta", "--coef", "1", "--shard-size", "5GiB"), "--shard-size is '5GiB': write 5GB"),

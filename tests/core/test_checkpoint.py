@@ -82,7 +82,7 @@ def test_names_of_wrapped_modules_are_stored_without_the_wrapper(tmp_path):
             assert manifest["fingerprint"] == checkpoint.fingerprint(plain)
         assert checkpoint.load_statistics(tmp_path / path / "fisher.safetensors").keys() == plain.keys()
     with pytest.raises(
-        ValueError, match=r"^leaves '_orig_mod\.layers\.1\.b' and 'layers\.1\.b' are one parameter without"
+        ValueError, match=r"^parameters '_orig_mod\.layers\.1\.b' and 'layers\.1\.b' are one parameter without"
     ):
         checkpoint.save_expert(tmp_path / "both", plain | {"_orig_mod.layers.1.b": values(3)}, {})
     assert tree.unwrapped("a._orig_mods.my_orig_mod.b") == "a._orig_mods.my_orig_mod.b"
@@ -240,7 +240,7 @@ def test_a_manifest_that_is_no_json_is_refused_before_anything_is_written(tmp_pa
 
 
 def test_a_leaf_that_is_no_tensor_is_refused_and_nothing_is_left(tmp_path):
-    with pytest.raises(ValueError, match="leaf 'a' is a float"):
+    with pytest.raises(ValueError, match="parameter 'a' is a float"):
         checkpoint.save_expert(tmp_path / "e", {"a": 1.0}, {})
     assert list(tmp_path.iterdir()) == []
 
@@ -253,16 +253,16 @@ def test_every_difference_is_listed_by_path(tmp_path):
         checkpoint.load_expert(tmp_path / "e", like)
     text = str(caught.value)
     where = str(tmp_path / "e")
-    assert f"{where} lacks leaf 'lost' of the expected tree" in text
-    assert f"{where} has leaf 'unknown' that the expected tree lacks" in text
-    assert f"leaf 'shape' has shape (2,) in {where} but (2, 1) in the expected tree" in text
-    assert f"leaf 'dtype' of {where} is float32, expected bfloat16" in text
+    assert f"{where} lacks parameter 'lost' of the expected tree" in text
+    assert f"{where} has parameter 'unknown' that the expected tree lacks" in text
+    assert f"parameter 'shape' has shape (2,) in {where} but (2, 1) in the expected tree" in text
+    assert f"parameter 'dtype' of {where} is float32, expected bfloat16" in text
     assert "'same'" not in text
 
 
 def test_a_mistyped_leaf_alone_is_refused(tmp_path):
     checkpoint.save_expert(tmp_path / "e", {"a": values(2)}, {})
-    with pytest.raises(ValueError, match=r"leaf 'a' of .* is float32, expected float16: cast it first"):
+    with pytest.raises(ValueError, match=r"parameter 'a' of .* is float32, expected float16: cast it first"):
         checkpoint.load_expert(tmp_path / "e", {"a": values(2, dtype=torch.float16)})
 
 

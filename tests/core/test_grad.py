@@ -337,7 +337,7 @@ def test_bad_requests_are_refused():
         grad.value_and_grad(quadratic, engine="jax")
     bad = {"i": torch.ones(2).long(), "f": torch.ones(1), "c": torch.ones(1, dtype=torch.complex64)}
     for engine in ENGINES:
-        with pytest.raises(ValueError, match=r"leaf 'i' of params has dtype int64.*leaf 'c' of params has dtype compl"):
+        with pytest.raises(ValueError, match=r"parameter 'i' of params has dtype int64.*'c' of params has dtype compl"):
             grad.value_and_grad(lambda p: (p["f"].sum(), None), engine=engine)(bad)
 
 

@@ -122,13 +122,13 @@ def test_tree_map_refuses_surplus_and_missing_leaves_by_name():
     with pytest.raises(ValueError, match="tree") as caught:
         tree.tree_map(lambda a, b, c: a, first, {"a": t(1), "b": [t(1)]}, {**first, "z": t(1)})
     assert set(str(caught.value).split("; ")) == {
-        "tree 2 lacks leaf 'b.1' of tree 1",
-        "tree 3 has leaf 'z' that tree 1 lacks",
+        "tree 2 lacks parameter 'b.1' of tree 1",
+        "tree 3 has parameter 'z' that tree 1 lacks",
     }
 
 
 def test_unflatten_names_what_is_missing():
-    with pytest.raises(ValueError, match=r"^leaf 'a\.x' is missing; leaf 'b' is missing$"):
+    with pytest.raises(ValueError, match=r"^parameter 'a\.x' is missing; parameter 'b' is missing$"):
         tree.unflatten({"a": {"x": t(1), "y": t(1)}, "b": t(1)}, {"a.y": t(1)})
 
 
@@ -139,7 +139,7 @@ def test_where_is_a_predicate_or_a_tree_of_bools():
     picks = tree.predicate({"a": [True, False], "l": Layer(True), "more": False})
     assert [picks(path, leaf) for path, leaf in tree.flatten(params).items()] == [True, False, True]
     assert list(tree.partition(params, {"a": [True, False], "l": Layer(True)})[0]) == ["a.0", "l.weight"]
-    with pytest.raises(ValueError, match=r"lacks leaf 'a\.1': give it a bool for every leaf"):
+    with pytest.raises(ValueError, match=r"lacks parameter 'a\.1': give it a bool for every one"):
         tree.partition(params, {"a": [True], "l": {"weight": False}})
 
 
@@ -194,16 +194,16 @@ def test_bad_leaves_are_all_listed_at_once():
     with pytest.raises(ValueError, match="not a tensor") as caught:
         tree.flatten(bad)
     text = str(caught.value)
-    assert "leaf 'a.x' is a float" in text
-    assert "leaf 'b.0' is a str" in text
-    assert "leaf 'c' is a complex" in text
-    assert "two leaves have the path 'a.y': rename one of them" in text
-    assert "leaf 'a.y'" not in text
-    assert "leaf 'b.1'" not in text
+    assert "parameter 'a.x' is a float" in text
+    assert "parameter 'b.0' is a str" in text
+    assert "parameter 'c' is a complex" in text
+    assert "two parameters have the name 'a.y': rename one of them" in text
+    assert "parameter 'a.y'" not in text
+    assert "parameter 'b.1'" not in text
 
 
 def test_keys_that_print_alike_are_one_path():
-    with pytest.raises(ValueError, match="two leaves have the path '1'"):
+    with pytest.raises(ValueError, match="two parameters have the name '1'"):
         tree.flatten({1: t(1), "1": t(1)})
 
 
@@ -214,22 +214,22 @@ def test_check_same_lists_every_difference_of_every_tree():
         tree.check_same(reference, "params", base={"a": t(1, 2), "b": t(3)}, grads={**reference, "d": t(1)})
     problems = str(caught.value).split("; ")
     assert set(problems) == {
-        "base lacks leaf 'c' of params",
-        "leaf 'a' has shape (1, 2) in base but (2,) in params",
-        "grads has leaf 'd' that params lacks",
+        "base lacks parameter 'c' of params",
+        "parameter 'a' has shape (1, 2) in base but (2,) in params",
+        "grads has parameter 'd' that params lacks",
     }
 
 
 def test_of_many_differences_the_first_are_listed_and_the_others_counted():
     reference = {f"l{i}": t(1) for i in range(200)}
-    with pytest.raises(ValueError, match="lacks leaf 'l0' of base") as caught:
+    with pytest.raises(ValueError, match="lacks parameter 'l0' of base") as caught:
         tree.check_same(reference, "base", expert={}, twelve=dict(list(reference.items())[12:]))
     told = str(caught.value).split("; ")
     assert told[:4] == [
-        *(f"expert lacks leaf 'l{i}' of base" for i in range(3)),
-        "expert lacks 194 more leaves of base",
+        *(f"expert lacks parameter 'l{i}' of base" for i in range(3)),
+        "expert lacks 194 more parameters of base",
     ]
-    assert told[4:] == [*(f"twelve lacks leaf 'l{i}' of base" for i in range(3)), "and 12 more like these"]
+    assert told[4:] == [*(f"twelve lacks parameter 'l{i}' of base" for i in range(3)), "and 12 more like these"]
 
 
 def test_check_same_takes_any_name():
@@ -243,7 +243,7 @@ def test_check_floating_lists_every_other_leaf():
     with pytest.raises(ValueError, match="of params has dtype") as caught:
         tree.check_floating(bad, "params")
     text = str(caught.value)
-    assert all(f"leaf {path!r} of params has dtype {name}" in text for path, name in zip("icb", _NAMES, strict=True))
+    assert all(f"{path!r} of params has dtype {name}" in text for path, name in zip("icb", _NAMES, strict=True))
     assert "'f'" not in text
 
 
@@ -253,9 +253,9 @@ _NAMES = ("int64", "complex64", "bool")
 def test_check_finite_counts_the_bad_values():
     tree.check_finite({"a": t(2), "i": t(1).long(), "e": t(0)}, "base")
     bad = {"a": torch.tensor([1.0, math.nan, math.inf]), "b": torch.tensor(-math.inf), "c": t(1)}
-    with pytest.raises(ValueError, match="leaf 'a' of base holds 2 values") as caught:
+    with pytest.raises(ValueError, match="parameter 'a' of base holds 2 values") as caught:
         tree.check_finite(bad, "base")
-    assert "leaf 'b' of base holds 1 values" in str(caught.value)
+    assert "parameter 'b' of base holds 1 values" in str(caught.value)
     assert "'c'" not in str(caught.value)
 
 
@@ -425,7 +425,7 @@ def test_global_norm_shows_what_is_not_finite():
 
 
 def test_global_norm_of_complex_numbers_is_refused():
-    with pytest.raises(ValueError, match="leaf 'a' is complex"):
+    with pytest.raises(ValueError, match="parameter 'a' is complex"):
         tree.global_norm({"a": torch.tensor([3 + 4j])})
 
 

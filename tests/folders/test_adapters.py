@@ -290,10 +290,10 @@ def test_all_problems_of_an_adapter_are_listed(base, adapter, folders, tmp_path)
     for part in (
         "'base_model.model.model.layers.0.q.lora_A.weight' has no other factor in adapter_model.safetensors",
         "holds 'base_model.model.model.norm.lora_magnitude_vector', which is not a plain LoRA",
-        "holds 'base_model.model.score.weight', which is not a plain LoRA of a leaf of base",
-        "but base has no leaf 'base_model.model.model.ghost.weight': was it trained from another base?",
-        "adapts 'base_model.model.lm_head', but base has no leaf 'base_model.model.lm_head.weight', whose head is its",
-        "has shape (10, 7), leaf 'model.layers.0.up.weight' of base (10, 6): was it trained from another base?",
+        "holds 'base_model.model.score.weight', which is not a plain LoRA of a parameter of base",
+        "but base has no parameter 'base_model.model.model.ghost.weight': was it trained from another base?",
+        "adapts 'base_model.model.lm_head', but base has no parameter 'base_model.model.lm_head.weight', whose head",
+        "has shape (10, 7), parameter 'model.layers.0.up.weight' of base (10, 6): was it trained from another base?",
         "'model.layers.1.q' has rank 3, its adapter_config.json says 2",
     ):
         assert part in str(caught.value), part
@@ -360,7 +360,7 @@ def test_a_head_that_is_stored_as_a_copy_of_tied_embeddings_is_left_out(base, ad
     report = merge_folders(TA, path, {"x": tied}, tmp_path / "pairs", out_dtype="float32")
     assert report.notes == ()
     folders.assert_same_bits(folders.load(tmp_path / "pairs"), changed(base, **{EMBED: 2 * (b @ a).T}))
-    with pytest.raises(ValueError, match=r"it adapts '\S+lm_head', but base has no leaf"):
+    with pytest.raises(ValueError, match=r"it adapts '\S+lm_head', but base has no parameter"):
         plan(TA, path, {"x": loose}, tmp_path / "out2")
 
 
@@ -522,10 +522,10 @@ def test_an_adapter_without_factors_is_refused(folders, tmp_path):
     base = {"stem.weight": torch.zeros(4, 3, 2, 2), "stem.bias": torch.zeros(4)}
     folders.save(tmp_path / "base", base)
     folders.save(tmp_path / "expert", {path: leaf + 1 for path, leaf in base.items()})
-    with pytest.raises(ValueError, match=r"none of the 2 leaves of .*expert that differ .*publish the expert itself"):
+    with pytest.raises(ValueError, match=r"none of the 2 weights of .*expert that differ .*publish the expert itself"):
         extract_lora(tmp_path / "base", tmp_path / "expert", tmp_path / "lora", rank=1)
     folders.save(tmp_path / "copy", base)
-    with pytest.raises(ValueError, match=r"no leaf of .*copy differs from .*base: an adapter would be empty"):
+    with pytest.raises(ValueError, match=r"no weight of .*copy differs from .*base: an adapter would be empty"):
         extract_lora(tmp_path / "base", tmp_path / "copy", tmp_path / "lora", rank=1)
     assert not (tmp_path / "lora").exists()
 

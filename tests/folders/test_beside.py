@@ -269,9 +269,9 @@ def test_stacks_that_do_not_fit_are_refused_by_name(models, tmp_path):
     opened = {name: open_folder(name, models / name) for name in ("A", "B", "B_OTHER_VOCABULARY")}
     with pytest.raises(ValueError, match=r"x: .*A has layers \[0:4\], not \[3:9\]; x: .*B has .* not \[2:2\]"):
         stacked("x", [(opened["A"], 3, 9), (opened["B"], 2, 2), (opened["B"], 4, 4)])
-    with pytest.raises(ValueError, match=r"x: leaf 'lm_head.weight' is \(16, 6\) in .*, \(14, 6\) in"):
+    with pytest.raises(ValueError, match=r"x: parameter 'lm_head.weight' is \(16, 6\) in .*, \(14, 6\) in"):
         stacked("x", [(opened["A"], 0, 2), (opened["B_OTHER_VOCABULARY"], 0, 2)])
-    with pytest.raises(ValueError, match=r"leaf 'lm_head.weight' is in .*A or .*B alone"):
+    with pytest.raises(ValueError, match=r"parameter 'lm_head.weight' is in .*A or .*B alone"):
         stacked("x", [(opened["A"], 0, 2), (opened["B"].without("lm_head.weight"), 0, 2)])
     change(models / "A", layer_types=list("abc"))
     with pytest.raises(ValueError, match=r"x: layer_types in config.json is not a list of one entry a layer in all "):

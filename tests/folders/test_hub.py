@@ -125,7 +125,7 @@ def test_shapes_are_checked_from_headers_before_weights_are_downloaded(hub, mode
         ({"x": "owner/one", "y": "owner/on"}, "expert 'y': there is no folder owner/on, and the hub did not give"),
         ({"x": "owner/one@v9"}, "expert 'x': there is no folder owner/one@v9"),
         ({"x": "owner/one", "y": tmp_path / "no"}, f"expert 'y': {tmp_path}/no is not a folder"),
-        (resolve, "leaf 'model.layers.0.weight'"),
+        (resolve, "parameter 'model.layers.0.weight'"),
     ):
         with pytest.raises(ValueError, match=re.escape(told)):
             asked(recipe) if asked is resolve else plan(TA, "owner/base", asked, tmp_path / "out")

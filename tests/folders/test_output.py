@@ -202,9 +202,9 @@ def test_values_that_are_not_finite_are_listed_and_nothing_is_left(config, famil
     with pytest.raises(ValueError, match="NaN or infinite") as caught:
         merge_folders(config, *inputs, tmp_path / "out", key=folders.key, shard_size=150)
     assert str(caught.value).split("; ") == [
-        "leaf 'vector' of base holds 1 values that are NaN or infinite",
-        "leaf 'matrix' of expert 'sum' holds 2 values that are NaN or infinite",
-        "leaf 'scalar' of expert 'cstance' holds 1 values that are NaN or infinite",
+        "parameter 'vector' of base holds 1 values that are NaN or infinite",
+        "parameter 'matrix' of expert 'sum' holds 2 values that are NaN or infinite",
+        "parameter 'scalar' of expert 'cstance' holds 1 values that are NaN or infinite",
     ]
     assert before == []
     assert {path.name for path in tmp_path.iterdir()} == {"in", *(f"in-{name}" for name in experts)}
@@ -226,7 +226,7 @@ def test_sums_do_not_hide_what_is_not_finite(where, config, family, folders, tmp
     base, experts = family(torch.bfloat16, count=2)
     (base if where == "base" else experts["sum"])["matrix"][1, 1] = float("nan")
     label = "base" if where == "base" else "expert 'sum'"
-    with pytest.raises(ValueError, match=f"^leaf 'matrix' of {label} holds 1 values that are NaN or infinite$"):
+    with pytest.raises(ValueError, match=f"^parameter 'matrix' of {label} holds 1 values that are NaN or infinite$"):
         merge_folders(config, *folders.save_family(tmp_path, base, experts), tmp_path / "out")
 
 
@@ -237,7 +237,7 @@ def test_variances_of_batch_norms_do_not_become_negative(config, folders, tmp_pa
     base, *others = trees
     inputs = folders.save_family(tmp_path, base, dict(zip("xyz", others, strict=True)))
     with pytest.raises(
-        ValueError, match=r"^leaf 'bn.running_var', .* below 0, .* by coef 0 for '.running_.'"
+        ValueError, match=r"^parameter 'bn.running_var', .* below 0, .* by coef 0 for '.running_.'"
     ) as caught:
         merge_folders(config, *inputs, tmp_path / "out", coef=1.0)
     assert '--coefs "*running_*" 0' in cli.spoken(str(caught.value))

@@ -238,7 +238,7 @@ def test_a_part_that_cannot_be_merged_deletes_what_it_wrote_and_only_that(family
     bad = next(i for i, own in enumerate(placed, 1) if any("matrix" in shard.offsets for shard in own))
     merge_part(TA, *paths, tmp_path / "out", Part(3 - bad, 2), shard_size=30)
     work = {file: file.read_bytes() for file in (tmp_path / ".out.merging").iterdir()}
-    with pytest.raises(ValueError, match="leaf 'matrix' of expert 'sum' holds 1 values that are NaN or infinite"):
+    with pytest.raises(ValueError, match="parameter 'matrix' of expert 'sum' holds 1 values that are NaN or infinite"):
         merge_part(TA, *paths, tmp_path / "out", Part(bad, 2), shard_size=30)
     assert {file: file.read_bytes() for file in (tmp_path / ".out.merging").iterdir()} == work
     with pytest.raises(ValueError, match="NaN"):

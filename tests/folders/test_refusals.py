@@ -67,7 +67,7 @@ def test_broken_shards_of_all_inputs_are_listed_together(inputs, tmp_path):
     problems = refusal(tmp_path, base, {**experts, "lost": tmp_path / "lost"})
     for start, end in (
         (f"base: {base}/model-9.safetensors is missing", "download it again"),
-        (f"base: {base}/model-00001-of-00002.safetensors lacks leaf 'ghost'", "download it again"),
+        (f"base: {base}/model-00001-of-00002.safetensors lacks parameter 'ghost'", "download it again"),
         (f"expert 'sum': {experts['sum']}/model.safetensors cannot be read", "copy or download it again"),
         (f"expert 'lost': {tmp_path}/lost is not a folder", "give the folder of a checkpoint"),
     ):
@@ -133,10 +133,10 @@ def test_quantised_weights(family, folders, inputs, tmp_path):
     out = "merge the checkpoint it was made from, or a dequantised copy"
     problems = refusal(tmp_path, inputs[0], experts)
     assert problems == [
-        f"expert 'named': {tmp_path}/named is quantised (it holds leaf 'q.qweight', int32): {out}",
+        f"expert 'named': {tmp_path}/named is quantised (it holds parameter 'q.qweight', int32): {out}",
         f"expert 'configured': {tmp_path}/configured is quantised (gptq, says its config.json): {out}",
         f"expert 'mlx': {tmp_path}/mlx is quantised (unknown method, says its config.json): {out}",
-        "expert 'eight': leaf 'matrix' is stored as F8_E4M3, which cannot be merged: "
+        "expert 'eight': parameter 'matrix' is stored as F8_E4M3, which cannot be merged: "
         "convert the checkpoint to bfloat16, float16 or float32",
     ]
 
@@ -149,10 +149,10 @@ def test_leaves_shapes_and_kinds_of_all_experts(family, folders, tmp_path):
     experts["cstance"]["vector"] = torch.zeros(9, dtype=torch.int64)
     text = "; ".join(refusal(tmp_path, *folders.save_family(tmp_path / "inputs", base, experts)))
     for part in (
-        "expert 'sum' lacks leaf 'row' of base",
-        "leaf 'matrix' has shape (6, 12) in expert 'sum' but (6, 11) in base",
-        "expert 'cstance' has leaf 'extra.weight' that base lacks",
-        "leaf 'vector' is int64 in expert 'cstance' but float32 in base",
+        "expert 'sum' lacks parameter 'row' of base",
+        "parameter 'matrix' has shape (6, 12) in expert 'sum' but (6, 11) in base",
+        "expert 'cstance' has parameter 'extra.weight' that base lacks",
+        "parameter 'vector' is int64 in expert 'cstance' but float32 in base",
     ):
         assert part in text
 
@@ -209,7 +209,7 @@ def test_averages_take_bases_buffers_where_experts_differ(family, folders, tmp_p
     assert torch.equal(folders.load(tmp_path / "same")["steps"], base["steps"] + 5)
     experts["cstance"]["steps"] += 1
     inputs = folders.save_family(tmp_path / "unlike", base, experts)
-    note = "leaf 'steps', not floating-point, differs among the experts: base's is used"
+    note = "parameter 'steps', not floating-point, differs among the experts: base's is used"
     assert merge_folders(WeightAverage(), *inputs, tmp_path / "out").notes == (note,)
     assert torch.equal(folders.load(tmp_path / "out")["steps"], base["steps"])
 
@@ -220,7 +220,7 @@ def test_buffers_that_no_merger_changes_are_told_where_they_differ(family, folde
     for i, expert in enumerate(experts.values()):
         expert |= {"counts.num_batches_tracked": torch.tensor(9), "mask": torch.tensor([True, i == 1])}
     inputs = folders.save_family(tmp_path, base, experts)
-    note = "leaf 'mask', not floating-point, differs from base's in an expert: base's is used"
+    note = "parameter 'mask', not floating-point, differs from base's in an expert: base's is used"
     assert plan(TA, *inputs, tmp_path / "out").notes == (note,)
     assert plan(TA, inputs[0], dict([*inputs[1].items()][:1]), tmp_path / "out").notes == ()
 
@@ -259,7 +259,7 @@ def test_names_that_are_not_bases_are_not_blamed_on_a_tied_head(family, folders,
     (empty / "model.safetensors.index.json").write_text('{"weight_map": {}}')
     problems = refusal(tmp_path, start, {"w": wrapped, "o": other, "e": empty})
     assert problems == [
-        f"expert 'e': {empty} holds no leaves: download it again, or save the model again",
+        f"expert 'e': {empty} holds no parameters: download it again, or save the model again",
         "expert 'w' has no parameter of base: names in expert 'w' start with 'module.': save it without "
         "(model.module.save_pretrained), or load and save both by one version of transformers",
         "expert 'o' has no parameter of base ('something' the first, base's 'steps'): trained from another base?",
@@ -269,11 +269,11 @@ def test_names_that_are_not_bases_are_not_blamed_on_a_tied_head(family, folders,
 def test_a_change_that_the_output_cannot_hold(folders, tmp_path):
     base, expert = {"w": torch.zeros(3)}, {"w": torch.tensor([0.0, 1e5, 0.0])}
     paths = folders.save(tmp_path / "b", base), {"x": folders.save(tmp_path / "x", expert)}
-    with pytest.raises(ValueError, match=r"leaf 'w': merged values exceed the range of torch.float16: choose a wider"):
+    with pytest.raises(ValueError, match=r"parameter 'w': merged values exceed the range of torch.float16: choose"):
         merge_folders(TA, *paths, tmp_path / "out", coef=1.0, out_dtype="float16")
     huge = {"w": torch.full((3,), 3e38)}
     paths = folders.save(tmp_path / "n", {"w": -huge["w"]}), {"x": folders.save(tmp_path / "h", huge)}
-    with pytest.raises(ValueError, match="leaf 'w': expert - base overflows float32"):
+    with pytest.raises(ValueError, match="parameter 'w': expert - base overflows float32"):
         merge_folders(TA, *paths, tmp_path / "out")
     merge_folders(WeightAverage(), paths[0], {"x": paths[1]["x"], "y": paths[0]}, tmp_path / "out")
     assert folders.load(tmp_path / "out")["w"].eq(0).all()
@@ -307,8 +307,9 @@ def test_devices_that_are_not_there(inputs, tmp_path, monkeypatch):
 
 def test_coefficients_by_leaf_that_do_not_fit(inputs, tmp_path):
     (problem,) = refusal(tmp_path, *inputs, TaskArithmetic(), coef={"*": 0.3, "matrix": 0.1})
-    assert problem.startswith("rule 'matrix' decides for no leaf: earlier rules match all of its leaves")
-    assert "no rule matches leaf 'vector'" in "; ".join(refusal(tmp_path, *inputs, TaskArithmetic(), coef={"m*": 0.3}))
+    assert problem.startswith("rule 'matrix' decides for no parameter: earlier rules match all of its parameters")
+    problems = refusal(tmp_path, *inputs, TaskArithmetic(), coef={"m*": 0.3})
+    assert "no rule matches parameter 'vector'" in "; ".join(problems)
     assert refusal(tmp_path, *inputs, WeightAverage(), coef={"*": 0.3})[0].endswith("wa has none: leave it out")
 
 
@@ -353,7 +354,7 @@ def test_leaves_that_do_not_fit_the_machine_are_refused_before_any_reading(folde
     with monkeypatch.context() as smaller:
         smaller.setattr("smat_fn.merge.parts.spectral.SIDE", 31)
         for call in (merge_folders, plan):
-            with pytest.raises(ValueError, match=r"^leaf 'embed\.w' is 64 x 32, .*count in 32 bits"):
+            with pytest.raises(ValueError, match=r"^parameter 'embed\.w' is 64 x 32, .*count in 32 bits"):
                 call(TsvMerge(coef=1.0), *paths, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     merge_folders(TsvMerge(coef=1.0, skip=("embed*",)), *paths, tmp_path / "out")

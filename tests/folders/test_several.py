@@ -142,7 +142,7 @@ def test_refusals(family, folders, tmp_path):
     with pytest.raises(ValueError, match="task of emr is not set: name an expert"):
         merge_folders(Emr(), base, experts, tmp_path / "all")
     save_file({"n": torch.arange(3)}, folders.save(tmp_path / "whole", {"n": torch.arange(3)}) / "model.safetensors")
-    with pytest.raises(ValueError, match="no floating-point leaves"):
+    with pytest.raises(ValueError, match="no floating-point parameters"):
         prepare_several(Emr(), tmp_path / "whole", {"a": tmp_path / "whole"}, tmp_path / "all")
     merge_several(Emr(), base, experts, tmp_path / "all")
     with pytest.raises(ValueError, match="has no task 'code', one of sum, cstance, qa"):
@@ -162,7 +162,7 @@ def test_values_that_are_not_finite_leave_nothing(family, folders, tmp_path):
     base, experts = family(torch.float32)
     experts["qa"]["matrix"].view(-1)[3] = torch.nan
     paths = folders.save_family(tmp_path, base, experts)
-    with pytest.raises(ValueError, match="leaf 'matrix' of expert 'qa' holds 1 values that are NaN or infinite"):
+    with pytest.raises(ValueError, match="parameter 'matrix' of expert 'qa' holds 1 values that are NaN or infinite"):
         merge_several(Emr(), *paths, tmp_path / "all")
     huge = {name: {"w": torch.full((4,), 3e38)} for name in "ab"}
     large = folders.save_family(tmp_path / "b", {"w": torch.zeros(4)}, huge)

@@ -106,7 +106,7 @@ def test_statistics_of_other_weights_and_shapes_are_refused(saved, tmp_path):
     with pytest.raises(ValueError, match="was computed from other weights than those in its folder now"):
         plan(Fisher(coef=1.0), base, experts, tmp_path / "out")
     checkpoint.save_statistics(experts[name], "fisher", {"matrix": torch.ones(1)}, {"expert": "another"})
-    with pytest.raises(ValueError, match=r"leaf 'matrix' has shape \(1,\)"):
+    with pytest.raises(ValueError, match=r"parameter 'matrix' has shape \(1,\)"):
         plan(Fisher(coef=1.0), base, experts, tmp_path / "out")
     (experts[name] / "fisher.safetensors").write_bytes(b"no file")
     with pytest.raises(ValueError, match="holds no statistics of smat_fn"):

@@ -37,7 +37,7 @@ def test_folders_merge_to_the_bits_of_memory(config, inputs, folders, tmp_path):
 def test_values_that_are_not_finite_are_refused_by_name(inputs, folders, tmp_path):
     base, experts = inputs
     experts["x"]["embed"][400, 2] = float("nan")
-    with pytest.raises(ValueError, match="leaf 'embed' has no singular values, are all of its values finite"):
+    with pytest.raises(ValueError, match="parameter 'embed' has no singular values, are all of its values finite"):
         merge_by(IsoC(coef=0.5), base, experts)
-    with pytest.raises(ValueError, match="leaf 'embed'"):
+    with pytest.raises(ValueError, match="parameter 'embed'"):
         merge_folders(IsoC(coef=0.5), *folders.save_family(tmp_path, base, experts), tmp_path / "out")

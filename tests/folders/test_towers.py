@@ -97,7 +97,7 @@ def test_unclear_parts_are_refused(clip, tmp_path):
     nameless = saved(tmp_path / "nameless", "CLIPVisionModelWithProjection", 1)
     config = json.loads((nameless / "config.json").read_text())
     (nameless / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "model_type"}))
-    with pytest.raises(ValueError, match="lacks leaf 'logit_scale' of base"):
+    with pytest.raises(ValueError, match="lacks parameter 'logit_scale' of base"):
         merge_folders(TA, clip, {"nameless": nameless}, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

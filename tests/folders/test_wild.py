@@ -10,6 +10,7 @@ from smat_fn import random
 from smat_fn.config import Della, TaskArithmetic, Ties, WeightAverage
 from smat_fn.folders import extract_lora, merge_folders, plan
 from smat_fn.folders.inputs.adapters import BESIDE
+from smat_fn.tree import clone
 
 TA = TaskArithmetic(coef=0.5)
 CONFIGS = [
@@ -75,8 +76,8 @@ def test_other_leaves_are_no_vocabulary(folders, tmp_path):
     paths[1]["y"] = folders.save(tmp_path / "wide", model(1) | {EMBED: torch.zeros(13, 6)})
     with pytest.raises(ValueError, match="shape") as caught:
         plan(TA, *paths, tmp_path / "out", vocabulary="pad-with-base")
-    assert f"leaf {POSITIONS!r} has shape (9, 5) in expert 'x' but (8, 5) in base" in str(caught.value)
-    assert f"leaf {EMBED!r} has shape (13, 6) in expert 'y' but (12, 5) in base" in str(caught.value)
+    assert f"parameter {POSITIONS!r} has shape (9, 5) in expert 'x' but (8, 5) in base" in str(caught.value)
+    assert f"parameter {EMBED!r} has shape (13, 6) in expert 'y' but (12, 5) in base" in str(caught.value)
 
 
 def tie(tree):
@@ -122,18 +123,18 @@ def test_heads_that_only_some_have_are_explained(folders, tmp_path):
     with pytest.raises(ValueError, match="head") as caught:
         plan(TA, paths["tied"], {"own": paths["own"]}, tmp_path / "out")
     assert str(caught.value) == (
-        f"expert 'own' has a head of its own (leaf {HEAD!r}), base ties its head to its embeddings: "
+        f"expert 'own' has a head of its own (parameter {HEAD!r}), base ties its head to its embeddings: "
         "give base a head too (tie_word_embeddings false, saved again), or train the expert with a tied head"
     )
     with pytest.raises(ValueError, match="head") as caught:
         plan(TA, paths["own"], {"tied": paths["tied"]}, tmp_path / "out")
     assert str(caught.value) == (
-        f"expert 'tied' has no leaf {HEAD!r}, its head is tied to its embeddings; base has a head of its own: "
+        f"expert 'tied' has no parameter {HEAD!r}, its head is tied to its embeddings; base has a head of its own: "
         "untie the expert's head (tie_word_embeddings false, saved again)"
     )
     scored = folders.save(tmp_path / "scored", tied | {"score.weight": torch.ones(1, 5, dtype=torch.bfloat16)})
     for base, expert in ((paths["own"], scored), (scored, paths["own"])):
-        with pytest.raises(ValueError, match=r"leaf 'score\.weight'") as caught:
+        with pytest.raises(ValueError, match=r"parameter 'score\.weight'") as caught:
             plan(TA, base, {"x": expert}, tmp_path / "out")
         assert "tied" not in str(caught.value), "a score in place of a head"
 
@@ -184,7 +185,7 @@ def test_tokenizers_that_number_tokens_otherwise_are_told(folders, tmp_path):
 )
 def test_packed_weights_are_refused(leaf, value, folders, tmp_path):
     base, experts = folders.save_family(tmp_path, model(0), {"x": model(1) | {leaf: value}})
-    with pytest.raises(ValueError, match=rf"^expert 'x': .* is quantised \(it holds leaf '{leaf}', \w+\): merge the"):
+    with pytest.raises(ValueError, match=rf"^expert 'x': .* is quantised \(it holds parameter '{leaf}', \w+\): merge"):
         plan(TA, base, experts, tmp_path / "out")
 
 
@@ -376,7 +377,7 @@ def test_extraction_refuses_what_a_merge_refuses(folders, tmp_path):
     folders.assert_same_bits(folders.load(tmp_path / "fitted"), expected)
     bad = model(1)
     bad["model.up.weight"][0, 0] = float("nan")
-    with pytest.raises(ValueError, match=r"leaf 'model.up.weight' .* NaN or infinite"):
+    with pytest.raises(ValueError, match=r"parameter 'model.up.weight' .* NaN or infinite"):
         extract_lora(base, folders.save(tmp_path / "bad", bad), tmp_path / "lora", rank=2)
     assert not list(tmp_path.glob("*lora*"))
 
@@ -397,7 +398,7 @@ def test_buffers_that_are_computed_may_be_missing(folders, tmp_path):
     folders.assert_same_bits(folders.load(tmp_path / "out2"), expected)
     bias = {"h.0.attn.bias": torch.rand(4)}  # a weight of this name
     paths = folders.save_family(tmp_path / "bias", base | bias, {"x": x})
-    with pytest.raises(ValueError, match=r"expert 'x' lacks leaf 'h.0.attn.bias' of base"):
+    with pytest.raises(ValueError, match=r"expert 'x' lacks parameter 'h.0.attn.bias' of base"):
         plan(TA, *paths, tmp_path / "out3")
     wrapped = {f"transformer.{path}": leaf for path, leaf in x.items()}
     paths = folders.save_family(tmp_path / "wrapped", base | extra, {"x": wrapped})
@@ -417,11 +418,11 @@ def test_layers_that_predict_ahead_may_be_missing(name, folders, tmp_path):
     assert report.notes == (
         f"expert 'x' lacks layers that predict further tokens ({name!r} and 1 more): base's are used",
     )
-    expected = folders.in_memory(TA, start, {"x": x, "y": x}) | ahead
+    expected = folders.in_memory(TA, start, {"x": x, "y": clone(x)}) | ahead
     folders.assert_same_bits(folders.load(tmp_path / "out"), expected)
     for rest in ({**x, name: ahead[name]}, {"model.layers.0.up.weight": x["model.layers.0.up.weight"]}):
         part = folders.save(tmp_path / f"part{len(rest)}", rest)
-        with pytest.raises(ValueError, match="expert 'z' lacks leaf"):
+        with pytest.raises(ValueError, match="expert 'z' lacks parameter"):
             plan(TA, base, {"z": part}, tmp_path / "none")
 
 
@@ -449,7 +450,7 @@ def test_copies_of_shared_embeddings_may_be_missing(config, folders, tmp_path):
     for path in COPIES.keys() - {HEAD}:  # no copy
         own = x | {path: torch.randn_like(x[COPIES[path]])}
         paths = folders.save_family(tmp_path / path, base, {"x": own})
-        with pytest.raises(ValueError, match=rf"has leaf '{path}' that base lacks"):
+        with pytest.raises(ValueError, match=rf"has parameter '{path}' that base lacks"):
             plan(config, *paths, tmp_path / "out3")
 
 

@@ -447,7 +447,7 @@ def sgd(step):
             "leaf 'w' is float32 before the optimizer's update and float64 after",
         ),
         (lambda g, p: ({"w": p["w"].sum()}, ()), r"has shape \(\) in what the optimizer's update returned but \(2,\)"),
-        (lambda g, p: ({}, ()), "what the optimizer's update returned lacks leaf 'w'"),
+        (lambda g, p: ({}, ()), "what the optimizer's update returned lacks parameter 'w'"),
         (lambda g, p: {"w": p["w"] - 0.1 * g["w"]}, r"update returned a dict: return \(params, state\)"),
     ],
 )

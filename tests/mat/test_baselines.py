@@ -70,7 +70,7 @@ def test_the_climb_has_length_rho_in_units_of_the_weights(problem):
     _, _, start = problem
     grads = {"a": tensor(2, 2, seed=8), "b": tensor(2, seed=9)}
     moved = asam.climb(start, grads, rho=0.7)
-    with pytest.raises(ValueError, match="leaf 'cut' has shape"):
+    with pytest.raises(ValueError, match="parameter 'cut' has shape"):
         asam.climb({**start, "cut": torch.ones(3)}, {**grads, "cut": torch.ones(2)}, rho=0.7)
     relative = (flat(moved) - flat(start)) / np.abs(flat(start))
     assert math.isclose(np.linalg.norm(relative), 0.7, rel_tol=1e-9)
@@ -196,7 +196,7 @@ def test_orthoreg_on_blocks_alone_and_on_every_matrix():
 
 
 def test_the_penalty_of_trees_that_do_not_match_is_an_error():
-    with pytest.raises(ValueError, match="base lacks leaf 'a' of params"):
+    with pytest.raises(ValueError, match="base lacks parameter 'a' of params"):
         orthoreg.penalty({"a": torch.zeros(2, 2)}, {})
 
 

@@ -484,14 +484,14 @@ def test_each_bad_hyperparameter_is_refused_alone(name, argument):
 def test_params_that_do_not_match_the_base_are_refused(name, hyper):
     m = method(name, regression, optim.adam(0.1), parameters(), **hyper)
     wrong = {"blocks": [{"w": torch.zeros(3, 4), "bias": torch.zeros(3)}], "head": parameters()["head"]}
-    with pytest.raises(ValueError, match=r"leaf 'blocks\.0\.w' has shape") as caught:
+    with pytest.raises(ValueError, match=r"parameter 'blocks\.0\.w' has shape") as caught:
         m.init(wrong)
-    assert "params lacks leaf 'blocks.0.b' of base" in str(caught.value)
-    assert "params has leaf 'blocks.0.bias' that base lacks" in str(caught.value)
+    assert "params lacks parameter 'blocks.0.b' of base" in str(caught.value)
+    assert "params has parameter 'blocks.0.bias' that base lacks" in str(caught.value)
     integers = {**parameters(), "blocks": [{"w": torch.zeros(4, 3).long(), "b": torch.zeros(3)}]}
-    with pytest.raises(ValueError, match=r"leaf 'blocks\.0\.w' of params has dtype int64"):
+    with pytest.raises(ValueError, match=r"parameter 'blocks\.0\.w' of params has dtype int64"):
         m.init(integers)
-    with pytest.raises(ValueError, match=r"leaf 'blocks\.0\.w' of base has dtype int64"):
+    with pytest.raises(ValueError, match=r"parameter 'blocks\.0\.w' of base has dtype int64"):
         method(name, regression, optim.adam(0.1), integers, **hyper).init(parameters())
     other = {"tail" if key == "head" else key: leaf for key, leaf in parameters().items()}
     state = method(name, regression, optim.adam(0.1), other, **hyper).init(other)

@@ -91,7 +91,7 @@ def test_the_first_coefficient_of_the_authors():
         merge.lines_low(leaves(0.0), base, experts)
     with pytest.raises(ValueError, match="the merged vector holds values that are NaN or infinite"):
         merge.lines_low(leaves(float("inf")), base, experts)
-    for wrong, told in (({"w": 1.0}, "vector: "), ({"w": torch.ones(3)}, "vector lacks leaf")):
+    for wrong, told in (({"w": 1.0}, "vector: "), ({"w": torch.ones(3)}, "vector lacks parameter")):
         with pytest.raises(ValueError, match=told):
             merge.lines_low(wrong, base, experts)
 

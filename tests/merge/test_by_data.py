@@ -182,7 +182,7 @@ def test_every_block_sees_what_the_merged_ones_before_it_give():
 
 def test_reg_mean_plus_wants_blocks_losses_and_rows():
     leaf = {"w": torch.zeros(2, 2)}
-    with pytest.raises(ValueError, match=r"scale is 2.*no leaf is in a numbered.*'a' has no loss.*'a' has no bat"):
+    with pytest.raises(ValueError, match=r"scale is 2.*no parameter is in a numbered.*'a' has no loss.*'a' has no bat"):
         reg_mean_plus({}, leaf, {"a": leaf}, {}, scale=2)
     assert [block_prefix(p) for p in ("h.3.w", "enc.layer.11.mlp.0.w", "w", "3.w", "h.3")] == [
         "h.3", "enc.layer.11", "", "", "",

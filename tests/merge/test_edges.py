@@ -35,7 +35,7 @@ def test_task_vector():
     assert vector["a"].dtype == torch.float32
     assert (vector["a"].tolist(), vector["n"].item()) == ([0.5, -1.0], 0)
     assert merge.task_vector([torch.ones((), dtype=torch.float64)], [torch.ones(())])[0].dtype == torch.float64
-    with pytest.raises(ValueError, match=r"params lacks leaf 'b' of base; leaf 'a' is int64 in params but float32"):
+    with pytest.raises(ValueError, match=r"params lacks parameter 'b' of base; parameter 'a' is int64 in params but"):
         merge.task_vector({"a": torch.zeros(2, dtype=torch.int64)}, {"a": torch.zeros(2), "b": torch.zeros(1)})
 
 
@@ -162,7 +162,7 @@ def test_ties_tensor_scope_keeps_the_exact_count_by_position():
 
 def test_ties_tensor_scope_names_the_leaf_with_nan():
     bad = torch.tensor([1.0, float("nan"), 2.0])
-    with pytest.raises(ValueError, match="leaf 'w' of expert 'b' minus base's is NaN in places"):
+    with pytest.raises(ValueError, match="parameter 'w' of expert 'b' minus base's is NaN in places"):
         merge.ties(
             {"w": torch.zeros(3)}, {"a": {"w": torch.ones(3)}, "b": {"w": bad}}, coef=1.0, keep=0.5, scope="tensor"
         )
@@ -384,7 +384,7 @@ BELOW_ZERO = {
 @pytest.mark.parametrize("name", BELOW_ZERO)
 def test_variances_of_batch_norms_do_not_become_negative(name):
     base, *experts = ({"bn.bias": torch.ones(2), "bn.running_var": torch.tensor([v, 0.0])} for v in (1, 0.3, 0.2, 0.1))
-    with pytest.raises(ValueError, match=r"^leaf 'bn.running_var', .* below 0, .* by coef 0 for '.running_.'"):
+    with pytest.raises(ValueError, match=r"^parameter 'bn.running_var', .* below 0, .* by coef 0 for '.running_.'"):
         BELOW_ZERO[name](base, experts)
     others = [{"bn.scale": own["bn.running_var"]} for own in (base, *experts)]
     assert float(BELOW_ZERO[name](others[0], others[1:])["bn.scale"][0]) < 0  # any other leaf may be
@@ -398,7 +398,7 @@ def test_variances_without_values_are_not_read():
         return merge.weighted_average(trees, weights=[0.5, -1.0], normalize=False)["running_var"]
 
     assert torch.equal(torch.func.vmap(mean)(torch.ones(3, 2)), torch.full((3, 2), -1.5))
-    with pytest.raises(ValueError, match="leaf 'running_var'"):
+    with pytest.raises(ValueError, match="parameter 'running_var'"):
         mean(torch.ones(2))
 
 

@@ -26,10 +26,10 @@ def test_all_problems_of_a_merge_at_once():
         "coef is nan, must be finite",
         "drop_prob is 1.0, must be in [0, 1)",
         "window is -0.1, must be at least 0",
-        "expert 'qa' lacks leaf 'b' of base",
-        "expert 'qa' has leaf 'c' that base lacks",
-        "leaf 'a' has shape (4,) in expert 'qa' but (2,) in base",
-        "leaf 'n' is float32 in expert 'qa' but int64 in base",
+        "expert 'qa' lacks parameter 'b' of base",
+        "expert 'qa' has parameter 'c' that base lacks",
+        "parameter 'a' has shape (4,) in expert 'qa' but (2,) in base",
+        "parameter 'n' is float32 in expert 'qa' but int64 in base",
     ):
         merge.della(0, base(), {"ok": base(), "qa": bad}, coef=float("nan"), drop_prob=1.0, window=-0.1)
 
@@ -79,27 +79,27 @@ def test_experts(merger):
         merger(base())
     with raises("experts have equal names among ['1', '1']"):
         merger({1: base(), "1": base()})
-    with raises("expert 'x': leaf 'a' is a float, not a tensor", "expert 'y' lacks leaf 'b' of"):
+    with raises("expert 'x': parameter 'a' is a float, not a tensor", "expert 'y' lacks parameter 'b' of"):
         merger({"z": base(), "x": {"a": 0.5}, "y": {"a": torch.zeros(2), "n": torch.tensor(1)}})
 
 
 def test_base_that_is_no_tree():
-    with raises("base: leaf 'a' is a str, not a tensor", "expert '0': leaf 'a' is a float"):
+    with raises("base: parameter 'a' is a str, not a tensor", "expert '0': parameter 'a' is a float"):
         merge.task_arithmetic({"a": "x"}, [{"a": 0.5}], coef=1.0)
 
 
 def test_weight_average_lists_all_that_differs():
     other = {"a": torch.zeros(2, dtype=torch.bfloat16), "b": torch.zeros(4), "n": torch.tensor(2)}
     with raises(
-        "leaf 'b' has shape (4,) in expert '1' but (3,) in expert '0'",
-        "leaf 'a' is bfloat16 in expert '1' but float32 in expert '0': cast one of them",
-        "leaf 'n' (int64) differs between expert '0' and expert '1'",
+        "parameter 'b' has shape (4,) in expert '1' but (3,) in expert '0'",
+        "parameter 'a' is bfloat16 in expert '1' but float32 in expert '0': cast one of them",
+        "parameter 'n' (int64) differs between expert '0' and expert '1'",
     ):
         merge.weight_average([base(), other])
 
 
 def test_apply_vector_lists_all_that_does_not_fit():
-    with raises("coef is -inf, must be finite", "vector has leaf 'n', which is not", "vector lacks leaf 'b' of base"):
+    with raises("coef is -inf, must", "vector has parameter 'n', which is not", "vector lacks parameter 'b' of base"):
         merge.apply_vector(base(), {"a": torch.zeros(2), "n": torch.tensor(1)}, coef=float("-inf"))
 
 
@@ -145,7 +145,7 @@ ONE = {"w": torch.ones(2, 2)}
         (lambda: merge.fisher(ONE, [ONE], None), "the statistics (fisher) are a NoneType: pass a mapping"),
         (lambda: merge.reg_mean(ONE, [ONE], [{}], scale="x"), "scale is 'x', must be a number"),
         (lambda: merge.apply_rules(ONE, ONE, coef={"*": None}), "coef of '*' is None, must be a number"),
-        (lambda: merge.apply_vector(ONE, [1], coef=1.0), "vector: leaf '0' is a int, not a tensor"),
+        (lambda: merge.apply_vector(ONE, [1], coef=1.0), "vector: parameter '0' is a int, not a tensor"),
         (
             lambda: merge.merge_by(Ties(keep=0.5), ONE, [ONE]),
             "ties needs a coefficient: give coef here or in",
@@ -173,7 +173,7 @@ def test_a_nested_vector_is_applied_and_one_of_buffers_named():
     zeros = {"layer": {"w": torch.zeros(2)}}
     assert merge.apply_vector(zeros, merge.task_vector(nested, zeros), coef=0.5)["layer"]["w"].tolist() == [0.5, 0.5]
     assert merge.apply_rules(zeros, nested, coef={"*": 2.0})["layer"]["w"].tolist() == [2.0, 2.0]
-    with raises("vector has leaf 'n', which is not floating-point in base and stays as it is: leave it out"):
+    with raises("vector has parameter 'n', which is not floating-point in base and stays as it is: leave it out"):
         merge.apply_vector(base(), merge.task_vector(base(), base()), coef=1.0)
 
 
@@ -197,7 +197,7 @@ def test_leaves_without_values_and_sparse_ones_are_named(odd, why):
     one = {"w": torch.eye(2), "n": torch.arange(2)}
     two = {path: odd(leaf) for path, leaf in one.items()}
     for call in (lambda: merge.task_arithmetic(one, [one, two], coef=1.0), lambda: merge.weight_average([one, two])):
-        with pytest.raises(ValueError, match=f"leaf 'w' of expert '1' is {why}"):
+        with pytest.raises(ValueError, match=f"parameter 'w' of expert '1' is {why}"):
             call()
     vector, odd_vector = {"w": torch.eye(2)}, {"w": two["w"]}
     for label, call in {
@@ -206,7 +206,7 @@ def test_leaves_without_values_and_sparse_ones_are_named(odd, why):
         "vector": lambda: merge.apply_vector(one, odd_vector, coef=1.0),
         "out": lambda: merge.apply_vector(one, vector, coef=1.0, out=two),
     }.items():
-        with pytest.raises(ValueError, match=f"leaf 'w' of {label} is {why}"):
+        with pytest.raises(ValueError, match=f"parameter 'w' of {label} is {why}"):
             call()
 
 
@@ -216,7 +216,7 @@ def test_matrices_that_no_library_decomposes_are_refused_before_any_work(name, s
     tree = {"embed": torch.zeros(()).expand(shape), "w": torch.eye(2)}  # of which nothing is read
     experts = [tree, {**tree, "w": torch.eye(2)}]
     trees = [experts] if name == "cart" else [tree, experts]
-    with pytest.raises(ValueError, match=r"leaf 'embed' is .* count in 32 bits: .* name the leaf in skip$"):
+    with pytest.raises(ValueError, match=r"parameter 'embed' is .* count in 32 bits: .* name it in skip$"):
         getattr(merge, name)(*trees, coef=1.0)
 
 
@@ -257,7 +257,7 @@ def test_complex_leaves_are_no_buffers():
     one, two = ({"w": torch.ones(2, dtype=torch.complex64) * i} for i in (1, 2))
     calls = merge.task_vector, lambda a, b: merge.task_arithmetic(a, [b], coef=1.0), lambda *t: merge.weight_average(t)
     for call in (*calls, lambda a, b: merge.apply_vector(a, {}, coef=1.0)):
-        with raises("leaf 'w' of", "is complex64, which is not merged: merge torch.view_as_real(leaf)"):
+        with raises("parameter 'w' of", "is complex64, which is not merged: merge torch.view_as_real(leaf)"):
             call(one, two)
 
 
@@ -265,7 +265,7 @@ def test_a_tied_weight_under_two_names_is_refused_where_it_would_count_twice():
     tied = torch.ones(4)
     twice = {"embed": tied, "head": tied}
     for merger in ("ties", "dare", "della"):
-        with raises("leaves 'embed' and 'head' of base share memory, as a tied weight in module.state_dict() does"):
+        with raises("parameters 'embed' and 'head' of base share memory, as a tied weight in module.state_dict() does"):
             calls = {"ties": merge.ties_vector, "dare": merge.dare_vector, "della": merge.della_vector}
             keyed = () if merger == "ties" else (KEY,)
             options = {"ties": {"keep": 0.5}, "dare": {"drop_prob": 0.5}, "della": {"drop_prob": 0.5, "window": 0.1}}

@@ -249,7 +249,7 @@ def test_slerp_takes_a_zero_leaf_as_mergekit_does_where_it_is_asked():
 
 def test_weights_of_a_leaf_that_sum_to_zero_are_an_error():
     rules = {"w": 0.0, "*": 1.0}
-    with pytest.raises(ValueError, match="of a leaf is 0: turn normalize off"):
+    with pytest.raises(ValueError, match="of a parameter is 0: turn normalize off"):
         merge.weighted_average([tree(1.0), tree(2.0)], weights=[rules, rules])
     with pytest.raises(ValueError, match="the sum of weights is 0"):  # up to rounding
         merge.weighted_average([tree(1.0), tree(2.0), tree(3.0)], weights=[0.1, 0.2, -0.3])
@@ -451,7 +451,7 @@ def test_weights():
         "weights lacks expert 'b'",
         "weights names 'c', which is not an expert: remove it",
         "the weight of 'a' is nan, must be finite",
-        "expert 'b' lacks leaf 'w' of expert 'a'",
+        "expert 'b' lacks parameter 'w' of expert 'a'",
     ):
         merge.weighted_average(experts, weights={"a": float("nan"), "c": 1.0})
     with raises("weights holds 1 numbers for 2 experts: give one for each"):
@@ -474,7 +474,7 @@ def test_shares_and_aggregate():
 
 def test_tsv_names_the_matrix_that_is_not_finite():
     bad = {"v": torch.ones(2, 2), "w": torch.full((2, 2), float("nan"))}
-    with raises("leaf 'w' has no singular values, are all of its values finite?"):
+    with raises("parameter 'w' has no singular values, are all of its values finite?"):
         merge.tsv_merge(zero(bad), [bad], coef=1.0)
 
 
@@ -499,7 +499,7 @@ def test_experts_that_do_not_fit(name):
         MERGERS[name](base, {})
     with raises("experts is a generator: pass a mapping {name: tree} or a list of trees"):
         MERGERS[name](base, (leaves for leaves in [base]))
-    with raises("lacks leaf 'v' of", "leaf 'w' has shape (4,) in expert 'y'"):
+    with raises("lacks parameter 'v' of", "parameter 'w' has shape (4,) in expert 'y'"):
         MERGERS[name](base, {"x": base, "y": {"w": torch.zeros(4)}})
 
 

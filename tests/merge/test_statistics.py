@@ -78,7 +78,7 @@ def test_diagonals_that_are_no_means_of_squares(value, normalize):
 
 def test_complex_statistics_have_no_order():
     tree, ones = {"w": torch.zeros(4)}, {"w": torch.ones(4)}
-    with pytest.raises(ValueError, match="leaf 'w' of statistics of '1' is complex64, must be floating-point"):
+    with pytest.raises(ValueError, match="parameter 'w' of statistics of '1' is complex64, must be floating-point"):
         fisher(tree, [tree, clone(tree)], [ones, {"w": torch.ones(4, dtype=torch.complex64)}])
 
 
@@ -140,9 +140,9 @@ def test_problems_are_listed_together():
         fisher(base, {"a": expert, "b": clone(expert)}, {"a": expert, "c": expert})
     with pytest.raises(ValueError, match=r"there are statistics of 'place 1', which is not an expert"):
         fisher(base, [expert], [expert, expert])
-    with pytest.raises(ValueError, match=r"statistics of '0' lacks leaf 'w'"):
+    with pytest.raises(ValueError, match=r"statistics of '0' lacks parameter 'w'"):
         fisher_vector(base, [expert], [{}])
-    with pytest.raises(ValueError, match=r"leaf 'w' has shape \(2, 2\) in statistics of '0' but \(3, 3\)"):
+    with pytest.raises(ValueError, match=r"parameter 'w' has shape \(2, 2\) in statistics of '0' but \(3, 3\)"):
         reg_mean(base, [expert], [{"w": torch.eye(2)}])
     with pytest.raises(ValueError, match="of other layers than the first"):
         reg_mean(base, [expert, clone(expert)], [{"w": torch.eye(3)}, {}])
@@ -150,7 +150,7 @@ def test_problems_are_listed_together():
         fisher(base, [expert], [expert], floor=0, weights={"0": -1})
     with pytest.raises(ValueError, match="all weights are 0"):
         fisher(base, [expert], [expert], weights={"0": 0})
-    with pytest.raises(ValueError, match="all weights of leaf 'w' are 0: leave one expert in"):
+    with pytest.raises(ValueError, match="all weights of parameter 'w' are 0: leave one expert in"):
         fisher(base, [expert], [expert], weights={"0": {"w": 0}})
     with pytest.raises(ValueError, match=r"scale is 1.5, must be in \[0, 1\]"):
         reg_mean(base, [expert], [{}], scale=1.5)
@@ -273,12 +273,12 @@ def test_padding_that_no_mask_tells_is_an_error(layered):
 def test_values_that_are_not_finite_are_no_statistics(layered):
     _, loss, params = layered
     large = torch.tensor([[1e20, 1.0, 1.0]])
-    with pytest.raises(ValueError, match=r"leaf 'first.weight' of the Gram matrices holds 1 values that are"):
+    with pytest.raises(ValueError, match=r"parameter 'first.weight' of the Gram matrices holds 1 values that are"):
         input_grams(loss, params, [large])
     thin = [{"w": x.T @ x} for x in (torch.logspace(-3, 3, 32) * normal(2, 32), normal(2, 32))]
     with pytest.raises(ValueError, match=r"have a singular sum at scale 0\.999999999: pass a smaller scale"):
         reg_mean({"w": normal(3, 32)}, [{"w": normal(3, 32)} for _ in thin], thin, scale=1 - 1e-9)
-    with pytest.raises(ValueError, match=r"leaf 'w' of the Fisher matrix holds 2 values that are"):
+    with pytest.raises(ValueError, match=r"parameter 'w' of the Fisher matrix holds 2 values that are"):
         diagonal_fisher(logistic, {"w": torch.zeros(2, 3)}, [Micro((large, torch.tensor([0])), 1)])
 
 

@@ -246,14 +246,14 @@ def test_all_bad_hyperparameters_are_listed_at_once():
 def test_trees_that_do_not_match_are_refused():
     params = make()
     optimizer = optim.adam(0.1)
-    with pytest.raises(ValueError, match="leaf 'i' of params has dtype int64"):
+    with pytest.raises(ValueError, match="parameter 'i' of params has dtype int64"):
         optimizer.init({"i": torch.tensor([1])})
     wrong = {**make(), "w": torch.zeros(3, 5), "new": torch.zeros(1)}
     del wrong["b"]
-    with pytest.raises(ValueError, match="grads lacks leaf 'b' of params") as caught:
+    with pytest.raises(ValueError, match="grads lacks parameter 'b' of params") as caught:
         optimizer.update(wrong, optimizer.init(params), params)
-    assert "grads has leaf 'new' that params lacks" in str(caught.value)
-    assert "leaf 'w' has shape (3, 5) in grads but (5, 3) in params" in str(caught.value)
+    assert "grads has parameter 'new' that params lacks" in str(caught.value)
+    assert "parameter 'w' has shape (3, 5) in grads but (5, 3) in params" in str(caught.value)
 
 
 def test_a_state_of_other_parameters_or_of_another_optimizer_is_refused():
@@ -271,7 +271,7 @@ def test_a_state_of_other_parameters_or_of_another_optimizer_is_refused():
             ValueError, match=r"^the optimizer's state is of other parameters \(.* has shape \(3, 3\)"
         ) as told:
             optimizer.update(params, optimizer.init(other), params)
-        assert field == "momentum" or "lacks leaf 'b' of params" in str(told.value)
+        assert field == "momentum" or "lacks parameter 'b' of params" in str(told.value)
         assert str(told.value).endswith("returned for these")
         with pytest.raises(ValueError, match=r"^the optimizer's state is a tuple, which has no "):
             optimizer.update(params, (0, params), params)
@@ -282,7 +282,7 @@ def test_a_state_of_other_parameters_or_of_another_optimizer_is_refused():
             ):
                 optimizer.update(params, another.init(params), params)
     state = adam.init(other)._replace(step=torch.tensor(0))
-    with pytest.raises(ValueError, match="mu lacks leaf 'b' of params"):
+    with pytest.raises(ValueError, match="mu lacks parameter 'b' of params"):
         adam.update(params, state, params)
 
 

@@ -84,5 +84,5 @@ def test_bad_arguments_are_refused():
     optimizer = optim.adamw(1e-3, weight_decay=0.1, decays=where.matrices)
     params = leaves(1)
     state = optimizer.init(params)
-    with pytest.raises(ValueError, match="grads lacks leaf 'bias' of params"):
+    with pytest.raises(ValueError, match="grads lacks parameter 'bias' of params"):
         optimizer.update({name: leaf for name, leaf in params.items() if name != "bias"}, state, params)

@@ -104,7 +104,7 @@ def test_what_is_no_transformation_is_refused():
     with pytest.raises(ValueError, match=r"call update\(updates, state, params=\.\.\.\)"):
         as_transformation(optim.adam(0.1)).update(GRADS, None)
     partial = from_transformation(Transformation(lambda p: (), lambda u, s, params: ({"b": u["b"]}, s)))
-    with pytest.raises(ValueError, match=r"updates lacks leaf 'a\.x' of params"):
+    with pytest.raises(ValueError, match=r"updates lacks parameter 'a\.x' of params"):
         partial.update(GRADS, (), PARAMS)
 
 

@@ -379,7 +379,7 @@ def test_what_shards_would_ignore_or_get_wrong_is_refused(monkeypatch):
             with pytest.raises(ValueError, match=r"the batch of a process is not that of parallel\.share"):
                 shards.update(KEY, state, wrong)
         few = state._replace(params={"0.bias": state.params["0.bias"]})
-        for wrong, text in ((base, "state is a dict"), (few, "the state lacks leaf '0.weight' of the shards of this")):
+        for wrong, text in ((base, "state is a dict"), (few, "state lacks parameter '0.weight' of the shards of")):
             with pytest.raises(ValueError, match=f"{text}.*: give what init or update of these shards returned"):
                 shards.update(KEY, wrong, parts)
         own = parallel.independent_smat(loss_fn, adam, base, period=1, **STRENGTHS)

@@ -160,7 +160,7 @@ def test_options_are_said_as_the_command_line_has_them():
     for option, told in options.items():
         assert spoken(f"{option} is not available with into: leave") == f"{told} is not available with --into: leave"
     assert spoken("use fewer workers or a larger machine") == "use fewer --threads or a larger machine"
-    assert spoken("more than 3; name the leaf in skip") == "more than 3; name the leaf in --skip"
+    assert spoken("more than 3; name it in skip") == "more than 3; name it in --skip"
     assert (
         spoken("exclude large matrices by skip, e.g. '*embed*'") == "exclude large matrices by --skip, e.g. '*embed*'"
     )
@@ -168,8 +168,8 @@ def test_options_are_said_as_the_command_line_has_them():
     assert spoken(one) == "--heads keep requires one model: pass --task, or leave --heads out"
     one = "out_dtype 'bfloat16' requires one model: give task, or leave out_dtype out"
     assert spoken(one, ["out_dtype"]).endswith("pass --task, or leave --out-dtype out")
-    said = "the rule 'x*' of --coefs decides for no parameter: it matches no leaf"
-    assert spoken("rule 'x*' decides for no leaf: it matches no leaf", ["coefs"]) == said
+    said = "the rule 'x*' of --coefs decides for no parameter: it matches no parameter"
+    assert spoken("rule 'x*' decides for no parameter: it matches no parameter", ["coefs"]) == said
     names = "lam", "shard", "offload", "compile"
     for text, said in {
         " lam 0.3 is not supported with adapters: leave": " --lam 0.3 is not supported with adapters: leave",

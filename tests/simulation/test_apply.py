@@ -294,7 +294,7 @@ def test_leaves_of_out_that_share_memory_are_refused_before_anything_is_written(
     flat = torch.zeros(31)
     overlapping = {"a": flat[:30].view(6, 5), "b": flat[1:].view(6, 5)}
     for out in (tied, overlapping):
-        with pytest.raises(ValueError, match="leaves 'a' and 'b' of out share memory: give each its own"):
+        with pytest.raises(ValueError, match="parameters 'a' and 'b' of out share memory: give each its own"):
             simulate(tied, base, drawn, out=out)
         with pytest.raises(ValueError, match="share memory"):
             reweight(tied, drawn, out=out)
@@ -351,7 +351,7 @@ def test_what_is_no_draw_no_dense_leaf_and_no_start_is_named():
     theta, drawn = {"a": torch.ones(3)}, draw(random.key(1), alpha_min=0.2, drop_prob=0.5, sigma=0.1)
     with pytest.raises(ValueError, match=r"draw is a Tensor, must be what smat_fn\.draw returns"):
         simulate(theta, theta, random.key(1))
-    with pytest.raises(ValueError, match="leaf 'a' of grads is sparse_coo: only dense tensors are supported"):
+    with pytest.raises(ValueError, match="parameter 'a' of grads is sparse_coo: only dense tensors are supported"):
         reweight({"a": torch.eye(3).to_sparse()}, drawn)
     with pytest.raises(ValueError, match=r"starts\['a'\] is 1.5, must be an integer and not negative"):
         simulate(theta, theta, drawn, starts={"a": 1.5})
@@ -402,24 +402,34 @@ GOOD = {"a": torch.zeros(2), "b": torch.zeros(3)}
             GOOD | {"c": torch.zeros(1)},
             {"a": torch.zeros(2), "b": torch.zeros(3, 1), "d": torch.zeros(1)},
             None,
-            r"base lacks leaf 'c' of params; base has leaf 'd' that params lacks; "
-            r"leaf 'b' has shape \(3, 1\) in base but \(3,\) in params",
+            r"base lacks parameter 'c' of params; base has parameter 'd' that params lacks; "
+            r"parameter 'b' has shape \(3, 1\) in base but \(3,\) in params",
         ),
         (
             GOOD,
             GOOD,
             {"a": torch.zeros(1)},
-            r"out lacks leaf 'b' of the result; leaf 'a' has shape \(1,\) in out but \(2,\) in the result",
+            r"out lacks parameter 'b' of the result; parameter 'a' has shape \(1,\) in out but \(2,\) in the result",
         ),
         (
             {"n": torch.zeros(2, dtype=torch.int64), "m": {"c": torch.zeros(1, dtype=torch.complex64)}},
             GOOD,
             None,
-            r"leaf 'n' of params has dtype int64: only floating-point .*; leaf 'm.c' of params has dtype complex64",
+            r"parameter 'n' of params has dtype int64: only floating.*; parameter 'm.c' of params has dtype complex64",
         ),
-        (GOOD, GOOD | {"a": torch.zeros(2, dtype=torch.bool)}, None, "leaf 'a' of base has dtype bool"),
-        ({"a.b": torch.zeros(1), "a": {"b": torch.zeros(1)}}, GOOD, None, "two leaves have the path 'a.b': rename one"),
-        ({"a": {"b": 1.0}, "c": "x"}, GOOD, None, "leaf 'a.b' is a float, not a tensor: .*; leaf 'c' is a str"),
+        (GOOD, GOOD | {"a": torch.zeros(2, dtype=torch.bool)}, None, "parameter 'a' of base has dtype bool"),
+        (
+            {"a.b": torch.zeros(1), "a": {"b": torch.zeros(1)}},
+            GOOD,
+            None,
+            "two parameters have the name 'a.b': rename one",
+        ),
+        (
+            {"a": {"b": 1.0}, "c": "x"},
+            GOOD,
+            None,
+            "parameter 'a.b' is a float, not a tensor: .*; parameter 'c' is a str",
+        ),
     ],
     ids=["structure", "out", "integers", "bool base", "duplicates", "no tensors"],
 )
@@ -437,9 +447,9 @@ def test_reweight_participation_and_materialise_refuse_integer_leaves():
         "like": lambda: participation(drawn, tree),
         "like ": lambda: materialise(drawn, tree),
     }.items():
-        with pytest.raises(ValueError, match=f"leaf 'steps.0' of {name.strip()} has dtype int32"):
+        with pytest.raises(ValueError, match=f"parameter 'steps.0' of {name.strip()} has dtype int32"):
             call()
-    with pytest.raises(ValueError, match="out has leaf 'x' that the result lacks"):
+    with pytest.raises(ValueError, match="out has parameter 'x' that the result lacks"):
         reweight(GOOD, drawn, out=GOOD | {"x": torch.zeros(1)})
 
 
@@ -461,6 +471,6 @@ def test_a_batch_of_draws_is_refused_outside_vmap():
 def test_a_refused_call_writes_nothing():
     drawn = draw(random.key(1), alpha_min=0.2, drop_prob=0.5, sigma=2e-3)
     out = {"a": torch.full((2,), 7.0), "b": torch.full((4,), 7.0)}
-    with pytest.raises(ValueError, match="leaf 'b' has shape"):
+    with pytest.raises(ValueError, match="parameter 'b' has shape"):
         simulate(GOOD, GOOD, drawn, out=out)
     assert_trees_equal(out, {"a": torch.full((2,), 7.0), "b": torch.full((4,), 7.0)})

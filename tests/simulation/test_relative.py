@@ -44,5 +44,5 @@ def test_by_leaf_the_noise_is_that_of_simulate_times_the_rms_of_the_leaf():
     "function", [update_rms, lambda params, base: simulate_by_leaf(params, base, draw(KEY, **HYPER))]
 )
 def test_trees_that_do_not_match_are_one_error(function):
-    with pytest.raises(ValueError, match=r"base lacks leaf 'a' of params; base has leaf 'b' that params lacks"):
+    with pytest.raises(ValueError, match=r"base lacks parameter 'a' of params; base has parameter 'b' that params"):
         function({"a": torch.zeros(2)}, {"b": torch.zeros(2)})

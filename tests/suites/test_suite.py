@@ -107,7 +107,7 @@ def test_unknown_tasks_and_splits_are_refused(suite):
 def test_scoring_refuses_parameters_of_another_model(suite):
     params = dict(suite.base)
     params["layernorm.weigth"] = params.pop("layernorm.weight")
-    with pytest.raises(ValueError, match=r"lacks leaf 'layernorm\.weight'.*'layernorm\.weigth'"):
+    with pytest.raises(ValueError, match=r"lacks parameter 'layernorm\.weight'.*'layernorm\.weigth'"):
         suite.score(params, "rot90", "dev")
 
 

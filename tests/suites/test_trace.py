@@ -220,7 +220,7 @@ def test_scoring_leaves_the_model_as_it_was(suite):
     kept = tree.clone(suite.base)
     suite.score({name: torch.zeros_like(leaf) for name, leaf in kept.items()}, "FOMC", "dev")
     assert all(torch.equal(suite.base[name], leaf) for name, leaf in kept.items())
-    with pytest.raises(ValueError, match=r"lacks leaf 'model\.norm\.weight'"):
+    with pytest.raises(ValueError, match=r"lacks parameter 'model\.norm\.weight'"):
         suite.score({n: leaf for n, leaf in kept.items() if n != "model.norm.weight"}, "FOMC", "dev")
 
 

@@ -172,7 +172,7 @@ def _unread(label: str, path: Path, unknown: Mapping[str, Sequence[str]]) -> lis
     """Errors for names in an adapter's file that are not factors of a leaf of base, by their kind."""
     return [
         f"{label}: {weights_of(path).name} holds {name!r}{f' and {len(more)} more of its kind' if more else ''}, "
-        f"which is not a plain LoRA of a leaf of base{_tied(name)}: "
+        f"which is not a plain LoRA of a parameter of base{_tied(name)}: "
         f"{'' if kind.startswith('.') else 'if it is a head, give heads keep, else '}{_MERGED}"
         for kind, (name, *more) in unknown.items()
     ]
@@ -414,7 +414,7 @@ def _pair(
     if leaf is None:
         part = _part(f"{module.removeprefix(PREFIX)}.weight", base)
         way = part or _tied(f"{module}.weight") or ": was it trained from another base?"
-        raise ValueError(f"{label}: it adapts {module!r}, but base has no leaf {module + '.weight'!r}{way}")
+        raise ValueError(f"{label}: it adapts {module!r}, but base has no parameter {module + '.weight'!r}{way}")
     a, b, wanted = shapes[names["A"]], shapes[names["B"]], tuple(base.leaves[leaf].shape)
     if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
         raise ValueError(
@@ -423,7 +423,7 @@ def _pair(
     fits = [transposed for transposed in (False, True) if wanted == ((a[1], b[0]) if transposed else (b[0], a[1]))]
     if not fits:
         raise ValueError(
-            f"{label}: B A of {module!r} has shape {(b[0], a[1])}, leaf {leaf!r} of base {wanted}: "
+            f"{label}: B A of {module!r} has shape {(b[0], a[1])}, parameter {leaf!r} of base {wanted}: "
             "was it trained from another base?"
         )
     scale = _scale(label, config, module.removeprefix(PREFIX), a[0])

@@ -97,7 +97,7 @@ def ways_out(base: Folder, experts: Mapping[str, Folder]) -> list[str]:
             "names differ inside the layers: if these are models of one kind, load and save all by one version of "
             "transformers; if one holds the others as its language model, give into NAME, base or that of the expert"
         ]
-    return ["these leaves are outside the layers: if they are heads, give heads keep, which merges the rest"]
+    return ["these parameters are outside the layers: if they are heads, give heads keep, which merges the rest"]
 
 
 def _reshaped(base: Folder, experts: Mapping[str, Folder]) -> set[str]:

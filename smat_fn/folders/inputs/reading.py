@@ -193,7 +193,7 @@ def open_folder(label: str, path: Path) -> Folder:
         for name in store.names:
             if (leaf := store.header(name)) is None:
                 problems.append(
-                    f"{label}: leaf {name!r} is stored as {store.code(name)}, which cannot be merged: "
+                    f"{label}: parameter {name!r} is stored as {store.code(name)}, which cannot be merged: "
                     "convert the checkpoint to bfloat16, float16 or float32"
                 )
                 continue
@@ -210,7 +210,7 @@ def open_folder(label: str, path: Path) -> Folder:
             "products: merge it into its model first, or give the folder of an adapter that PEFT wrote"
         )
     if not leaves and not problems:
-        problems.append(f"{label}: {path} holds no leaves: download it again, or save the model again")
+        problems.append(f"{label}: {path} holds no parameters: download it again, or save the model again")
     if problems:
         raise ValueError("; ".join(problems))
     outputs = {prefix: f"{prefix}{_main(placed)}" for prefix, placed in modules.items()}
@@ -224,9 +224,9 @@ def _misplaced(where: str, there: Iterable[str], placed: Collection[str]) -> lis
     """Errors for a file that lacks leaves that its index places there, or holds others."""
     lacking = sorted({*placed}.difference(there))
     return [
-        *(f"{where} lacks leaf {n!r} that the index places there: download it again" for n in lacking),
+        *(f"{where} lacks parameter {n!r} that the index places there: download it again" for n in lacking),
         *(
-            f"{where} holds leaf {n!r} that the index does not place there: write the checkpoint again"
+            f"{where} holds parameter {n!r} that the index does not place there: write the checkpoint again"
             for n in there
             if n not in placed
         ),
@@ -447,5 +447,5 @@ def _quantised(label: str, places: Sequence[Path], leaves: Mapping[str, Tensor])
     for name, leaf in leaves.items():
         packed = not leaf.is_floating_point() and name.endswith((".weight", "_blocks"))  # of MLX uint32
         if packed or name.rpartition(".")[2] in _QUANTISED:
-            yield f"{label}: {places[0]} is quantised (it holds leaf {name!r}, {dtype_name(leaf)}): {_DEQUANTISED}"
+            yield f"{label}: {places[0]} is quantised (it holds parameter {name!r}, {dtype_name(leaf)}): {_DEQUANTISED}"
             return

@@ -134,13 +134,13 @@ def _unlike(label: str, parts: Sequence[tuple[Folder, int, int]]) -> list[str]:
     outside = [{path for path in folder.leaves if layer_of(path) is None} for folder, *_ in parts]
     for (folder, *_), own in zip(parts, outside, strict=True):
         if lone := own ^ outside[0]:
-            problems.append(f"{label}: leaf {min(lone)!r} is in {parts[0][0].root} or {folder.root} alone")
+            problems.append(f"{label}: parameter {min(lone)!r} is in {parts[0][0].root} or {folder.root} alone")
         for path, leaf in folder.leaves.items():
             name = found[2] if (found := layer_of(path)) else path
             like, where = shapes.setdefault(name, (leaf, folder))
             if where is not folder and like.shape != leaf.shape:
                 sizes = f"{tuple(leaf.shape)} in {folder.root}, {tuple(like.shape)} in {where.root}"
-                problems.append(f"{label}: leaf {path!r} is {sizes}")
+                problems.append(f"{label}: parameter {path!r} is {sizes}")
     return problems
 
 

@@ -101,7 +101,7 @@ def _place(whole: Folder, tower: Folder, kind: str) -> str:
         prefix = prefix_of(whole, tower._replace(leaves=floating))
     except ValueError as error:
         raise ValueError(
-            f"{tower.label} is a tower ({kind}) of {whole.label}, by config.json, but its leaves, "
+            f"{tower.label} is a tower ({kind}) of {whole.label}, by config.json, but its parameters, "
             f"{next(iter(floating), '')!r} the first, match no or several parameters there by name and shape: merge "
             "models of one size, or save the whole model and merge that"
         ) from error

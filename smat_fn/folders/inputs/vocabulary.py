@@ -56,15 +56,16 @@ def one_head(base: Folder, experts: Folders) -> tuple[Folder, Folders, list[str]
             fitted[name] = folder.without(HEAD)
             if not _is_copy(folder):
                 problems.append(
-                    f"{folder.label} has a head of its own (leaf {HEAD!r}), base ties its head to its embeddings: give "
-                    "base a head too (tie_word_embeddings false, saved again), or train the expert with a tied head"
+                    f"{folder.label} has a head of its own (parameter {HEAD!r}), base ties its head to its embeddings: "
+                    "give base a head too (tie_word_embeddings false, saved again), or train the expert with a tied "
+                    "head"
                 )
         elif embeddings is not None and _is_copy(base):
             fitted[name] = folder.with_leaf(HEAD, folder.leaves[embeddings], folder.reads[embeddings])
         else:
             problems.append(
-                f"{folder.label} has no leaf {HEAD!r}, its head is tied to its embeddings; base has a head of its own: "
-                "untie the expert's head (tie_word_embeddings false, saved again)"
+                f"{folder.label} has no parameter {HEAD!r}, its head is tied to its embeddings; base has a head of its "
+                "own: untie the expert's head (tie_word_embeddings false, saved again)"
             )
             fitted[name] = folder.with_leaves_of(base, [HEAD])
     return base, fitted, problems

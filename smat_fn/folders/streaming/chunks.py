@@ -271,7 +271,7 @@ def _of_rows(job: Job) -> int:
 
 
 def _too_wide(path: str, out: torch.dtype) -> ValueError:
-    return ValueError(f"leaf {path!r}: merged values exceed the range of {out}: choose a wider out_dtype")
+    return ValueError(f"parameter {path!r}: merged values exceed the range of {out}: choose a wider out_dtype")
 
 
 def _merged(job: Job, rule: Rule, path: str) -> Iterator[Callable[[], Written]]:
@@ -334,7 +334,7 @@ def _kept(job: Job, path: str) -> Iterator[Callable[[], Written]]:
     def copy(start: int, stop: int) -> Written:
         values = whole.read(path, start, stop)
         if not bool(values.isfinite().all()):
-            raise ValueError(f"leaf {path!r} of {whole.label} holds values that are NaN or infinite")
+            raise ValueError(f"parameter {path!r} of {whole.label} holds values that are NaN or infinite")
         if not bool((narrow := values.to(out)).isfinite().all()):
             raise _too_wide(path, out)
         return Written(start, narrow)
@@ -358,7 +358,9 @@ def refuse_values(job: Job, path: str, parts: list[Tensor]) -> None:
     """Read everything and list what cannot be merged. Raises: ValueError, unless only a sum was too large."""
     errors.raise_problems(list(_value_problems(job)))
     if not all(bool(part.isfinite().all()) for part in parts):
-        raise ValueError(f"leaf {path!r}: expert - base overflows float32; was the expert fine-tuned from this base?")
+        raise ValueError(
+            f"parameter {path!r}: expert - base overflows float32; was the expert fine-tuned from this base?"
+        )
 
 
 def _value_problems(job: Job) -> Iterator[str]:
@@ -367,7 +369,7 @@ def _value_problems(job: Job) -> Iterator[str]:
             if leaf.is_floating_point():
                 bad = sum(int((~folder.read(path, *span).isfinite()).sum()) for span in spans(leaf, job.chunk))
                 if bad:
-                    yield f"leaf {path!r} of {folder.label} holds {bad} values that are NaN or infinite"
+                    yield f"parameter {path!r} of {folder.label} holds {bad} values that are NaN or infinite"
 
 
 def _square(values: Tensor) -> float:

@@ -141,7 +141,7 @@ class Survey:
             return None
         leaf = store.get_tensor(path)
         if not all(bool(part.isfinite().all()) for part in leaf.reshape(-1).split(arithmetic.BLOCK)):
-            raise ValueError(f"leaf {path!r} of {file} holds values that are NaN or infinite: compute it again")
+            raise ValueError(f"parameter {path!r} of {file} holds values that are NaN or infinite: compute it again")
         return leaf
 
     def ranked(self, path: str, ranks: Sequence[Sequence[int]]) -> list[list[tuple[Tensor, int]]]:

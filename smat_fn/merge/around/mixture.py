@@ -52,25 +52,28 @@ def origins(paths: Iterable[str], experts: int) -> dict[str, Origin]:
             found[path] = Origin(path)
         elif not path.endswith("rotary_emb.inv_freq"):  # computed from the configuration
             unknown.append(path)
-    errors.raise_problems([f"leaf {path!r} has no place in Mixtral: plain Llama and Mistral have" for path in unknown])
+    errors.raise_problems([f"parameter {p!r} has no place in Mixtral: plain Llama and Mistral have" for p in unknown])
     return found
 
 
 def fit_problems(base: Mapping[str, Tensor], experts: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
     """Errors for MLPs of experts that are not of base's shapes. Only names and shapes are read."""
     layers = [path for path in base if (found := _LAYER.fullmatch(path)) and found[2] in _PARTS]
-    problems = [] if layers else ["base has no leaf 'model.layers.0.mlp.gate_proj.weight': is it a Llama or Mistral?"]
+    known = "model.layers.0.mlp.gate_proj.weight"
+    problems = [] if layers else [f"base has no parameter {known!r}: is it a Llama or Mistral?"]
     for name, leaves in experts.items():
         lacking = [path for path in layers if path not in leaves]
-        problems += [f"expert {name!r} lacks leaf {path!r} of base" for path in lacking[:3]]
+        problems += [f"expert {name!r} lacks parameter {path!r} of base" for path in lacking[:3]]
         problems += [
-            f"leaf {path!r} is {tuple(leaves[path].shape)} in expert {name!r} but {tuple(base[path].shape)} in base"
+            f"parameter {path!r} is {tuple(leaves[path].shape)} in expert {name!r} but {tuple(base[path].shape)} in "
+            "base"
             for path in layers
             if path in leaves and leaves[path].shape != base[path].shape
         ][:3]
         inside = {path: found[2] for path in leaves if path not in base and (found := _LAYER.fullmatch(path))}
         problems += [
-            f"expert {name!r} has leaf {path!r}, which base lacks: models must have as many layers and MLPs of one kind"
+            f"expert {name!r} has parameter {path!r}, which base lacks: models must have as many layers and MLPs of "
+            "one kind"
             for path, part in inside.items()
             if part.startswith("mlp.")
         ][:3]

@@ -22,7 +22,7 @@ def coef_of(path: str, rules: Rules) -> float:
     """
     glob = _deciding(path, rules)
     if glob is None:
-        raise ValueError(f"no rule matches leaf {path!r}, rules are {list(_table(rules))}: end them with '*'")
+        raise ValueError(f"no rule matches parameter {path!r}, rules are {list(_table(rules))}: end them with '*'")
     return float(_table(rules)[glob])
 
 
@@ -42,15 +42,19 @@ def coefs_of(paths: Iterable[str], rules: Rules) -> dict[str, float]:
     problems = [f"coef of {glob!r} is {c}, must be finite" for glob, c in table.items() if not math.isfinite(c)]
     deciding = {path: _deciding(path, rules) for path in paths}
     problems += [
-        f"no rule matches leaf {path!r}: add one, or end the rules with '*'"
+        f"no rule matches parameter {path!r}: add one, or end the rules with '*'"
         for path, glob in deciding.items()
         if glob is None
     ]
     for glob in table if isinstance(rules, Mapping) else ():
         if glob not in deciding.values():
             shadowed = any(fnmatchcase(path, glob) for path in paths)
-            reason = "earlier rules match all of its leaves, put it before them" if shadowed else "it matches no leaf"
-            problems.append(f"rule {glob!r} decides for no leaf: {reason}")
+            reason = (
+                "earlier rules match all of its parameters, put it before them"
+                if shadowed
+                else "it matches no parameter"
+            )
+            problems.append(f"rule {glob!r} decides for no parameter: {reason}")
     errors.raise_problems(problems)
     return {path: float(table[glob]) for path, glob in deciding.items() if glob is not None}
 

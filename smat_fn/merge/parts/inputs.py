@@ -72,8 +72,8 @@ def batch_problems(trees: Mapping[str, Leaves]) -> list[str]:
 def complex_problems(label: str, leaves: Mapping[str, Tensor]) -> list[str]:
     """Errors for complex leaves: as leaves that are not floating-point they would stay base's."""
     return [
-        f"leaf {path!r} of {label} is {dtype_name(leaf)}, which is not merged: merge torch.view_as_real(leaf), and "
-        "make the result complex again by torch.view_as_complex"
+        f"parameter {path!r} of {label} is {dtype_name(leaf)}, which is not merged: merge torch.view_as_real(leaf), "
+        "and make the result complex again by torch.view_as_complex"
         for path, leaf in leaves.items()
         if leaf.is_complex()
     ]
@@ -82,22 +82,22 @@ def complex_problems(label: str, leaves: Mapping[str, Tensor]) -> list[str]:
 def storage_problems(label: str, leaves: Mapping[str, Tensor]) -> list[str]:
     """Errors for leaves that are sparse, or on the meta device, where they have no values (`shortened`)."""
     problems = [
-        f"leaf {path!r} of {label} is {str(leaf.layout).removeprefix('torch.')}: give leaf.to_dense()"
+        f"parameter {path!r} of {label} is {str(leaf.layout).removeprefix('torch.')}: give leaf.to_dense()"
         for path, leaf in leaves.items()
         if leaf.layout != torch.strided
     ]
     problems += [
-        f"leaf {path!r} of {label} is on the meta device and has no values: load the weights, without offloading"
+        f"parameter {path!r} of {label} is on the meta device and has no values: load the weights, without offloading"
         for path, leaf in leaves.items()
         if leaf.is_meta
     ]
-    return errors.shortened(problems, f"{{}} more leaves of {label} are not dense or have no values")
+    return errors.shortened(problems, f"{{}} more parameters of {label} are not dense or have no values")
 
 
 def tied_problems(base: Mapping[str, Tensor]) -> list[str]:
     """Errors for a weight under two names: it would count twice in thresholds, and get two masks."""
     return [
-        f"leaves {first!r} and {second!r} of base share memory, as a tied weight in module.state_dict() does, and "
+        f"parameters {first!r} and {second!r} of base share memory, as a tied weight in module.state_dict() does, and "
         "would be merged as two: give it once, as module.named_parameters() does"
         for first, second in tree.sharing(base)
         if base[first].is_floating_point()
@@ -124,7 +124,7 @@ def check_variances(path: str, values: Tensor) -> None:
     named = path.endswith("running_var") and tree.memory_of([values]) is not None
     if named and bool((values < 0).any()):
         raise ValueError(
-            f"leaf {path!r}, the variances of a batch norm, would have values below 0, with which the model's "
+            f"parameter {path!r}, the variances of a batch norm, would have values below 0, with which the model's "
             "outputs are NaN: keep base's statistics, by coef 0 for '*running_*', or choose a smaller coef"
         )
 
@@ -224,7 +224,7 @@ def statistics_problems(kind: str, base: Leaves, label: str, found: Mapping[str,
         wanted = {path: leaf for path, leaf in base.items() if leaf.is_floating_point()}
     problems = problems_of(lambda: tree.check_same(wanted, "what base wants", **{label: found}))
     return problems + [
-        f"leaf {path!r} of {label} is {dtype_name(leaf)}, must be floating-point"
+        f"parameter {path!r} of {label} is {dtype_name(leaf)}, must be floating-point"
         for path, leaf in found.items()
         if not leaf.is_floating_point()
     ]
@@ -296,7 +296,8 @@ def kind_problems(start: Leaves, start_name: str, leaves: Leaves, name: str) -> 
 
 def of_two_dtypes(path: str, leaf: Tensor, name: str, origin: Tensor, start_name: str) -> str:
     """The error for a leaf that must have one dtype in two trees."""
-    return f"leaf {path!r} is {dtype_name(leaf)} in {name} but {dtype_name(origin)} in {start_name}: cast one of them"
+    own, other = f"{dtype_name(leaf)} in {name}", f"{dtype_name(origin)} in {start_name}"
+    return f"parameter {path!r} is {own} but {other}: cast one of them"
 
 
 def _value_problems(start: Leaves, start_name: str, leaves: Leaves, name: str) -> list[str]:
@@ -313,7 +314,7 @@ def _value_problems(start: Leaves, start_name: str, leaves: Leaves, name: str) -
             not leaf.is_floating_point() and other.shape == leaf.shape and not torch.equal(other.to(leaf.device), leaf)
         ):
             problems.append(
-                f"leaf {path!r} ({dtype_name(leaf)}) differs between {start_name} and {name}: only floating-point "
-                "leaves are averaged, make it equal"
+                f"parameter {path!r} ({dtype_name(leaf)}) differs between {start_name} and {name}: only floating-point "
+                "parameters are averaged, make it equal"
             )
     return problems

@@ -21,7 +21,7 @@ from .merger import UNKNOWN, WIDE, Mapped, Merger, Rule
 Others: TypeAlias = Literal["mean", "zero"]
 LARGEST = 2**31 - 1  # numbers of a matrix, and of what its SVD works in: (4 k + 7) k for k = min(rows, columns)
 SIDE = 23169  # k at which these are exceeded, after which LAPACK's own count is negative, or small again
-_NOT_FINITE = "leaf {!r} has no singular values, are all of its values finite?"
+_NOT_FINITE = "parameter {!r} has no singular values, are all of its values finite?"
 HELD = 64  # bytes per coordinate of a matrix that decompositions take, beside the task vectors
 Mix: TypeAlias = Callable[[list[Tensor]], Tensor]  # the merged vector of a matrix, from its task vectors
 
@@ -155,8 +155,8 @@ class OfMatrices(Merger):
 
     def size_problems(self, leaves: Mapping[str, Tensor], experts: int) -> list[str]:
         return [
-            f"leaf {path!r} is {rows} x {columns}, and libraries for singular values count in 32 bits: they take at "
-            f"most {LARGEST} numbers, and {SIDE} on the shorter side; name the leaf in skip"
+            f"parameter {path!r} is {rows} x {columns}, and libraries for singular values count in 32 bits: they take "
+            f"at most {LARGEST} numbers, and {SIDE} on the shorter side; name it in skip"
             for path, (rows, columns) in self._matrices(leaves)
             if not self.streams((rows, columns), experts)
             if rows * columns > LARGEST or min(rows, columns) > SIDE

@@ -68,7 +68,7 @@ def apply_vector(base: Params, vector: Params, *, coef: float, out: Params | Non
     vector, buffers = tree.flatten(vector), leaves.keys() - floating.keys()
     problems = coef_problems(coef) + complex_problems("base", leaves) + complex_problems("vector", vector)
     problems += [
-        f"vector has leaf {path!r}, which is not floating-point in base and stays as it is: leave it out"
+        f"vector has parameter {path!r}, which is not floating-point in base and stays as it is: leave it out"
         for path in vector
         if path in buffers
     ]
@@ -83,7 +83,7 @@ def apply_vector(base: Params, vector: Params, *, coef: float, out: Params | Non
         problems += problems_of(lambda: tree.check_same(leaves, "base", out=merged))
         problems += problems_of(lambda: tree.check_apart(merged))
         problems += [
-            f"leaf {path!r} of out is {merged[path].dtype}, base's is {leaf.dtype}"
+            f"parameter {path!r} of out is {merged[path].dtype}, base's is {leaf.dtype}"
             for path, leaf in leaves.items()
             if path in merged and merged[path].dtype != leaf.dtype
         ]

@@ -246,7 +246,7 @@ def test_bad_offload_modes_are_named(network):
 def test_init_still_checks_the_base(runtime, network, offload):
     params, _ = trees(network)
     del params["blocks.1.bias"]
-    with pytest.raises(ValueError, match=r"params lacks leaf 'blocks\.1\.bias' of base"):
+    with pytest.raises(ValueError, match=r"params lacks parameter 'blocks\.1\.bias' of base"):
         build(network, offload).init(params)
 
 

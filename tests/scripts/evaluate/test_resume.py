@@ -180,7 +180,7 @@ def test_weights_that_are_not_finite_are_told_before_they_are_scored(world, tmp_
     params, manifest = checkpoint.load_leaves(world / "run/FOMC")
     params["model.norm.weight"][0] = math.nan
     checkpoint.save_expert(tmp_path / "nan", params, named_anew(manifest, params))
-    with pytest.raises(ValueError, match=r"leaf 'model\.norm\.weight' of .*nan holds 1 values? that"):
+    with pytest.raises(ValueError, match=r"parameter 'model\.norm\.weight' of .*nan holds 1 values? that"):
         score(world, tmp_path, folders=[tmp_path / "nan"])
 
 

@@ -58,9 +58,9 @@ def test_an_average_in_memory_has_the_counts_of_base_where_the_experts_differ(in
         tree |= {"steps": torch.tensor(count), "same": torch.tensor(9)}
     merged = merge_one(WeightAverage(), inputs, seed=0).params
     assert (merged["steps"], merged["same"]) == (3, 9)
-    assert choosing.with_buffers(inputs)[1].startswith("leaf 'steps', not floating-point, differs among the experts")
+    assert choosing.with_buffers(inputs)[1].startswith("parameter 'steps', not floating-point, differs among the")
     inputs.experts["mirror"]["steps"] = torch.tensor(6.0)
-    with pytest.raises(ValueError, match="leaf 'steps' is float32"):
+    with pytest.raises(ValueError, match="parameter 'steps' is float32"):
         merge_one(WeightAverage(), inputs, seed=0)
 
 
@@ -148,8 +148,8 @@ def test_a_step_of_the_coefficient_is_one_pass_in_small_pieces(inputs, monkeypat
 def test_a_buffer_of_another_kind_is_refused(inputs):
     vector = merge.task_arithmetic_vector(inputs.base, inputs.experts)
     for out, message in (
-        ({"w": inputs.base["w"]}, "out lacks leaf 'b' of base"),
-        ({path: leaf.double() for path, leaf in inputs.base.items()}, "leaf 'w' of out is torch.float64, base's is"),
+        ({"w": inputs.base["w"]}, "out lacks parameter 'b' of base"),
+        ({path: leaf.double() for path, leaf in inputs.base.items()}, "parameter 'w' of out is torch.float64, base's"),
     ):
         with pytest.raises(ValueError, match=message):
             merge.apply_vector(inputs.base, vector, coef=1.0, out=out)

@@ -233,10 +233,10 @@ def test_inputs_are_refused_all_at_once(runs, suite, tmp_path):
     for part in (
         f"expert 'missing': {tmp_path / 'missing'} is not a folder",
         f"{tmp_path / 'foreign'} was trained from another base than",
-        "leaf 'layernorm.weight' has shape (3,)",
+        "parameter 'layernorm.weight' has shape (3,)",
         "was it made from another base?",
         f"of {tmp_path / 'half'} is float16, expected float32",
-        f"leaf 'layernorm.bias' of {tmp_path / 'nan'} holds 2 values that are NaN",
+        f"parameter 'layernorm.bias' of {tmp_path / 'nan'} holds 2 values that are NaN",
         f"the weights in {tmp_path / 'stripes'} are not those that its manifest.json names: put these back, or delete",
     ):
         assert part in text
@@ -486,7 +486,7 @@ def test_a_result_that_is_not_finite_is_not_written(tmp_path):
         leaves = {"w": base["w"] * 1e160 * number if number else base["w"]}
         facts = {"kind": "expert" if number else "base", "task": folder.name}
         checkpoint.save_expert(folder, leaves, checkpoint.describe(leaves, **facts))
-    with pytest.raises(ValueError, match="leaf 'w' of the model merged by karcher holds 3 values that are NaN"):
+    with pytest.raises(ValueError, match="parameter 'w' of the model merged by karcher holds 3 values that are NaN"):
         merge_run([Karcher()], tmp_path / "base", experts, out=tmp_path / "out", search=False, seed=0)
     assert not (tmp_path / "out").exists()
 
@@ -563,7 +563,7 @@ def test_buffers_that_differ_from_bases_are_said(suite):
     other = {**start, "count": torch.tensor(2), "n.num_batches_tracked": torch.tensor(5)}
     inputs = Inputs(start, {"one": start, "two": other}, {})
     (note,) = notes_of(TaskArithmetic(coef=0.3), inputs)
-    assert note == "leaf 'count', not floating-point, differs from base's in an expert: base's is used"
+    assert note == "parameter 'count', not floating-point, differs from base's in an expert: base's is used"
     assert notes_of(TaskArithmetic(coef=0.3), inputs._replace(experts={"one": start})) == []
 
 

@@ -220,7 +220,7 @@ def test_models_that_do_not_fit_are_refused_before_anything_is_written(tmp_path)
     make_moe.write_models(tmp_path / "wide", attention_bias=True)
     refused = {
         "experts_per_token is 4: must be from 1 to the number of experts, 3": {"experts_per_token": 4},
-        "leaf 'model.layers.0.self_attn.k_proj.bias' has no place in Mixtral": {
+        "parameter 'model.layers.0.self_attn.k_proj.bias' has no place in Mixtral": {
             "base_model": str(tmp_path / "wide/BASE")
         },
         "missing is not a folder": {"base_model": str(tmp_path / "missing")},
@@ -239,7 +239,7 @@ def test_models_that_do_not_fit_are_refused_before_anything_is_written(tmp_path)
     file = make_moe.file_of("random", tmp_path)
     file["experts"] += [{"source_model": str(tmp_path / name)} for name in ("deep", "biased")]
     with pytest.raises(
-        ValueError, match=r"'deep' has leaf 'model.layers.2.mlp.* 'biased' has leaf 'model.layers.1.mlp"
+        ValueError, match=r"'deep' has parameter 'model.layers.2.mlp.* 'biased' has parameter 'model.layers.1.mlp"
     ):
         made(file, tmp_path / "out")
     change(tmp_path / "B", hidden_act="gelu")
@@ -256,7 +256,7 @@ def test_models_that_do_not_fit_are_refused_before_anything_is_written(tmp_path)
     base, *experts = (weights(tmp_path / name) for name in ("BASE", "A"))
     with pytest.raises(ValueError, match=r"must be floats \(2, 1, 8\)"):
         mixture(base, experts, torch.zeros(2, 2, 8))
-    with pytest.raises(ValueError, match=r"expert '0' lacks leaf .*router holds values that are NaN"):
+    with pytest.raises(ValueError, match=r"expert '0' lacks parameter .*router holds values that are NaN"):
         mixture(base, [{}], torch.full((2, 1, 8), torch.nan))
     router = torch.zeros(2, 1, 8)
     for scales, told in (
