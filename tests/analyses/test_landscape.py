@@ -58,7 +58,7 @@ def test_what_is_no_slice_is_refused_at_once(family):
 
     told(r"a is 'x', must be a list of finite numbers; b is \[nan\], must.*loss is None: give.*memory is -1", a="x",
          b=[float("nan")], loss=None, memory=-1)  # fmt: skip
-    told("partners: leaf .* is a float", partners=dict.fromkeys(partners, 1.0))
+    told("partners: parameter .* is a float", partners=dict.fromkeys(partners, 1.0))
     told("partners lacks parameter", partners={})
     told(r"leaf .* has shape \(1, 1, 1\) in partners", partners={path: torch.ones(1, 1, 1) for path in partners})
 
