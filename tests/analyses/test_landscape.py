@@ -60,7 +60,7 @@ def test_what_is_no_slice_is_refused_at_once(family):
          b=[float("nan")], loss=None, memory=-1)  # fmt: skip
     told("partners: parameter .* is a float", partners=dict.fromkeys(partners, 1.0))
     told("partners lacks parameter", partners={})
-    told(r"leaf .* has shape \(1, 1, 1\) in partners", partners={path: torch.ones(1, 1, 1) for path in partners})
+    told(r"parameter .* has shape \(1, 1, 1\) in partners", partners={path: torch.ones(1, 1, 1) for path in partners})
 
 
 def test_every_point_is_the_equation(family):

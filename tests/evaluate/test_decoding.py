@@ -389,5 +389,5 @@ def test_bad_input_is_told_before_any_work(module, make):
     wide.add_tokens(["<image>"])
     with pytest.raises(ValueError, match=r"prompt 1 has token 30, the embedding has 30 rows"):
         generator(ModuleLoss(module, None), wide, weights(module))(["a", "<image>"], Decoding(1), 0)
-    with pytest.raises(ValueError, match=r"parameter 'nope' is not a parameter"):
+    with pytest.raises(ValueError, match=r"leaf 'nope' is not a parameter"):
         make({"nope": torch.zeros(1)})(["a"], Decoding(1), 0)
