@@ -16,7 +16,7 @@ from .parts.chunks import Fuse, Piece
 from .parts.inputs import Experts, Leaves, check, coef_problems, flat_statistics, type_problems
 from .parts.merger import UNKNOWN, WIDE, InMemory, Mapped, Rule, vector_by_rule
 from .parts.per_expert import NONE, Numbers, Weighted, names_of, number, number_problems
-from .parts.vectors import apply_vector
+from .parts.vectors import applied
 
 
 def fisher(
@@ -54,7 +54,7 @@ def fisher(
     """
     check(base, experts, coef_problems(coef))
     vector = fisher_vector(base, experts, fishers, normalize=normalize, floor=floor, weights=weights)
-    return apply_vector(base, vector, coef=coef)
+    return applied(base, vector, coef=coef)
 
 
 def fisher_vector(

@@ -14,7 +14,7 @@ from .parts.chunks import Fuse
 from .parts.inputs import Experts, Leaves, check, coef_problems, flat_statistics, type_problems
 from .parts.merger import UNKNOWN, WIDE, InMemory, Mapped, Merger, Rule, vector_by_rule
 from .parts.spectral import Others, other_problems, rest
-from .parts.vectors import apply_vector
+from .parts.vectors import applied
 
 _ASYMMETRY = 2**-6  # of a matrix in bfloat16, whose two halves were rounded on their own, in its largest entries
 
@@ -47,7 +47,7 @@ def reg_mean(
         in fusion_bench/method/regmean of tanganke/fusion_bench.
     """
     check(base, experts, coef_problems(coef))
-    return apply_vector(base, reg_mean_vector(base, experts, grams, scale=scale, others=others), coef=coef)
+    return applied(base, reg_mean_vector(base, experts, grams, scale=scale, others=others), coef=coef)
 
 
 def reg_mean_vector(

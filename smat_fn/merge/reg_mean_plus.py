@@ -6,7 +6,7 @@ from .. import errors, tree
 from ..types import Batch, LossFn, Params
 from ..where import block_prefix
 from .parts.inputs import Experts, Leaves, check
-from .parts.vectors import apply_vector
+from .parts.vectors import applied
 from .reg_mean import reg_mean_vector, scale_problems
 
 
@@ -70,5 +70,5 @@ def reg_mean_plus(
                 grams[name] = input_grams(loss_fns[name], now, batches[name], only=paths)
         parts = {name: part(leaves, paths) for name, leaves in flat.items()}
         vector = reg_mean_vector(part(start, paths), parts, grams, scale=scale)
-        merged |= apply_vector(part(start, paths), vector, coef=1.0)
+        merged |= applied(part(start, paths), vector, coef=1.0)
     return tree.unflatten(base, merged)

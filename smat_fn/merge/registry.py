@@ -12,7 +12,7 @@ from ..types import Params
 from .parts.coefs import Rules, apply_rules
 from .parts.inputs import Experts, Leaves
 from .parts.merger import Merger
-from .parts.vectors import apply_vector
+from .parts.vectors import applied
 
 _PAPER = "weight_average", "task_arithmetic", "ties", "dare", "della"  # the tables report their average
 _MORE = (
@@ -96,7 +96,7 @@ def merge_by(
         merged: Params = config.function(experts, **options, **({} if coef is None else {"coef": coef}))
         return merged
     vector = vector_by(config, base, experts, key=key, statistics=statistics)
-    return apply_rules(base, vector, coef=coef) if isinstance(coef, Mapping) else apply_vector(base, vector, coef=coef)
+    return apply_rules(base, vector, coef=coef) if isinstance(coef, Mapping) else applied(base, vector, coef=coef)
 
 
 def vector_by(

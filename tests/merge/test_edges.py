@@ -392,6 +392,15 @@ def test_variances_of_batch_norms_do_not_become_negative(name):
     assert merged["bn.running_var"].tolist() == [1.0, 0.0]
 
 
+def test_a_search_goes_on_over_candidates_with_negative_variances():
+    base, *experts = ({"bn.running_var": torch.tensor([float(v)])} for v in (1, 0.3, 0.2))
+    vector = merge.task_arithmetic_vector(base, experts)
+    found = merge.select_coef(base, vector, lambda merged: float(merged["bn.running_var"].sqrt() > 0), [0.2, 1.0, 2.0])
+    assert [score for _, score in found.curve] == [1, 0, 0]
+    with pytest.raises(ValueError, match=r"parameter 'bn\.running_var'"):
+        merge.task_arithmetic(base, experts, coef=1.0)
+
+
 def test_variances_without_values_are_not_read():
     def mean(leaf):
         trees = [{"running_var": leaf}, {"running_var": 2 * leaf}]

@@ -9,7 +9,7 @@ from ... import errors, tree
 from ...errors import all_at_once, problems_of
 from ...types import Params
 from .inputs import type_problems
-from .vectors import apply_vector
+from .vectors import applied
 
 Rules: TypeAlias = float | Mapping[str, float]
 
@@ -73,7 +73,7 @@ def apply_rules(base: Params, vector: Params, *, coef: Rules) -> Params:
     problems = problems_of(lambda: tree.check_same(floating, "base", vector=vector))
     coefs = all_at_once(problems, lambda: coefs_of(floating, coef))
     merged = {
-        path: apply_vector({path: leaf}, {path: vector[path]}, coef=coefs[path])[path]
+        path: applied({path: leaf}, {path: vector[path]}, coef=coefs[path])[path]
         if path in coefs
         else leaf.detach().clone()
         for path, leaf in leaves.items()

@@ -18,7 +18,7 @@ from .chunks import CHUNK, Fuse, compute_dtype, delta_of, fields_of, groups, mas
 from .inputs import Experts, Leaves, check, coef_problems, key_problems, tied_problems, type_problems
 from .looped import Loop, Window
 from .ranks import order_of, position_of, value_of
-from .vectors import apply_vector
+from .vectors import applied
 
 Value = TypeVar("Value")
 COEFS = tuple(i / 10 for i in range(1, 11))  # the paper's grid of coefficients
@@ -288,7 +288,7 @@ def merged(
 ) -> Params:
     """θ₀ + γ τ by a merger with a base and its options: the body of a merger's own function."""
     vector = merged_vector(kind(**options), base, experts, key, coef_problems(coef))
-    return apply_vector(base, vector, coef=coef)
+    return applied(base, vector, coef=coef)
 
 
 def vector_function(kind: type[Merger], **defaults: Any) -> Callable[..., Leaves]:

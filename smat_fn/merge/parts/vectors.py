@@ -59,8 +59,7 @@ def apply_vector(base: Params, vector: Params, *, coef: float, out: Params | Non
         a tree of base's structure, shapes and dtypes; other leaves are copies of base's.
 
     Raises:
-        ValueError: for a coef that is not finite and for a vector, or an ``out``, that does not fit base; and for a
-            ``running_var`` below 0, after the merge.
+        ValueError: for a coef that is not finite and for a vector, or an ``out``, that does not fit base.
     """
     leaves = tree.flatten(base)
     floating = {path: leaf for path, leaf in leaves.items() if leaf.is_floating_point()}
@@ -97,10 +96,20 @@ def apply_vector(base: Params, vector: Params, *, coef: float, out: Params | Non
             _write_scaled(target, vector[path].detach(), start, float(coef))
             if target is not given:
                 given.copy_(target)
-            check_variances(path, given)
         else:
             merged[path].copy_(leaf)
     return tree.unflatten(base, merged)
+
+
+def applied(base: Params, vector: Params, *, coef: float) -> Params:
+    """`apply_vector` as the end of a merger; a search goes on over candidates that are broken models.
+
+    Raises: ValueError as `apply_vector`, and for a ``running_var`` below 0.
+    """
+    merged = apply_vector(base, vector, coef=coef)
+    for path, leaf in tree.flatten(merged).items():
+        check_variances(path, leaf)
+    return merged
 
 
 def _write_scaled(out: Tensor, vector: Tensor, leaf: Tensor, coef: float) -> None:
