@@ -102,7 +102,7 @@ def apply_vector(base: Params, vector: Params, *, coef: float, out: Params | Non
 
 
 def applied(base: Params, vector: Params, *, coef: float) -> Params:
-    """`apply_vector` as the end of a merger; a search goes on over candidates that are broken models.
+    """`apply_vector` as the end of a merger; a search scores candidates that are broken models as they are.
 
     Raises: ValueError as `apply_vector`, and for a ``running_var`` below 0.
     """
