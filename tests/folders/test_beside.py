@@ -214,6 +214,69 @@ def test_an_expert_may_be_named_as_base_is(models, tmp_path):
         assert (tmp_path / "base" / file).read_bytes() == (tmp_path / "A" / file).read_bytes()
 
 
+def test_an_expert_with_more_tokens_than_rows_gives_a_row_to_each(models, tmp_path):
+    words = [*make_recipes.WORDS, "<x>", "<y>", "<z>"]  # three behind the last row of A
+    make_recipes.write_tokenizer(models / "A", words)
+    experts = {"A": models / "A", "B": models / "B"}
+    told = "3 tokens, such as '<x>', have no row in any merged model: filled with 0"
+    (tmp_path / "only").mkdir()
+    make_recipes.write_tokenizer(tmp_path / "only", words)
+    for out, source in {"name": "A", "folder": str(models / "A"), "other": str(tmp_path / "only")}.items():
+        report = merge_folders(WeightAverage(), models / "BASE", experts, tmp_path / out, tokenizer_from=source)
+        assert [note for note in report.notes if "tokens" in note and "numbers" not in note] == [told]
+        made = load_file(tmp_path / out / "model.safetensors")
+        plain = [load_file(folder / "model.safetensors") for folder in experts.values()]
+        for path in "model.embed_tokens.weight", "lm_head.weight":
+            assert torch.equal(made[path][:14], (plain[0][path] + plain[1][path]) / 2)
+            assert torch.equal(made[path][14:], torch.zeros(3, make_recipes.WIDTH))
+        assert json.loads((tmp_path / out / "config.json").read_text())["vocab_size"] == len(words)
+        assert "<z>" in (tmp_path / out / "tokenizer.json").read_text()
+    own = {"<x>": {"zero": True}, "<y>": {"model": "B", "id": 3}}
+    report = merge_folders(WeightAverage(), models / "BASE", experts, tmp_path / "own", tokenizer_from="A", tokens=own)
+    assert "the token '<z>' has no row in any merged model: filled with 0" in report.notes
+    assert load_file(tmp_path / "own/model.safetensors")["lm_head.weight"][15].any()
+
+
+def test_a_base_with_more_tokens_than_rows_gives_a_row_to_each(models, tmp_path):
+    make_recipes.write_tokenizer(models / "BASE", [*make_recipes.WORDS, "<x>"])
+    report = merge_folders(TA, models / "BASE", {"A": models / "A"}, tmp_path / "out", tokenizer_from="base")
+    assert len(load_file(tmp_path / "out/model.safetensors")["lm_head.weight"]) == make_recipes.ROWS + 1
+    assert "the token '<x>' has no row in any merged model: filled with 0" in report.notes
+    with pytest.raises(ValueError, match="base has 1 tokens without a row, such as '<x>': a union needs a row for"):
+        plan(TA, models / "BASE", {"A": models / "A"}, tmp_path / "2", tokenizer_from="union")
+
+
+def test_a_union_notes_tokens_of_experts_without_a_row(models, tmp_path):
+    make_recipes.write_tokenizer(models / "A", [*make_recipes.WORDS, "<x>", "<y>"])
+    make_recipes.write_tokenizer(models / "B_OTHER_VOCABULARY", make_recipes.OTHER_WORDS, ["<|im_end|>", "<y>"])
+    told = "no row in any model: left out of the output's tokenizer"
+    for name, said in {
+        "A": f"2 tokens, such as '<x>', have {told}",
+        "B_OTHER_VOCABULARY": f"the token '<y>' has {told}",
+    }.items():
+        experts = {name: models / name}
+        report = merge_folders(TA, models / "BASE", experts, tmp_path / name, tokenizer_from="union")
+        assert [note for note in report.notes if "left out" in note] == [said]
+        tokenizer = json.loads((tmp_path / name / "tokenizer.json").read_text())
+        vocabulary = {*tokenizer["model"]["vocab"], *(token["content"] for token in tokenizer["added_tokens"])}
+        rows = len(load_file(tmp_path / name / "model.safetensors")["lm_head.weight"])
+        assert "<y>" not in vocabulary
+        assert rows == len(vocabulary) == json.loads((tmp_path / name / "config.json").read_text())["vocab_size"]
+
+
+def test_an_expert_without_a_tokenizer_is_not_its_source(models, tmp_path):
+    for file in (models / "A").glob("tokenizer*"):
+        file.unlink()
+    experts = {"A": models / "A", "B": models / "B", "lora": models / "ADAPTER"}
+    for name, folder in {"A": "A", "lora": "ADAPTER"}.items():
+        told = f"tokenizer_from is '{name}', but .*{folder} has no tokenizer: give base, union, or an expert or a"
+        for rows in "base", "by-row":
+            with pytest.raises(ValueError, match=told):
+                plan(TA, models / "BASE", experts, tmp_path / "out", tokenizer_from=name, token_rows=rows)
+    for source in "base", "B", "union":  # A then has base's
+        plan(TA, models / "BASE", experts, tmp_path / "out", tokenizer_from=source)
+
+
 def test_a_tokenizer_that_transformers_refuses_is_one_error(models, tmp_path):
     change(models / "BASE", head_dim=7)  # seven coordinates cannot be rotated in pairs
     with pytest.raises(ValueError, match=r"the tokenizer of .*BASE cannot be read .*even rotary dimension"):

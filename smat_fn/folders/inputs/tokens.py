@@ -1,6 +1,6 @@
 """Embeddings by token: rows of all models in the order of one tokenizer, base's, an expert's, or the union of all."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -45,7 +45,9 @@ def aligned(
     """Embeddings and heads by token, as mergekit's ``tokenizer_source`` has them.
 
     A token that a model does not have takes base's row where base is merged and has it, else that of the one model
-    that has it, or the mean of several; a token that none has is 0.
+    that has it, or the mean of several; a token that none has is 0. Rows are those of all tokens of the output's
+    tokenizer, also of those behind the last row of the model that it is from; a union leaves such tokens of experts
+    out.
 
     Args:
         source: "base", "union", the name of an expert, or the folder of another tokenizer.
@@ -55,8 +57,8 @@ def aligned(
             of its "token" or row "id", or "zero"; for models that lack the token, with "force" for all. Tokens that the
             tokenizer lacks are added to it.
         pad: rows are a multiple of it; those behind the last token are the mean of a model's others.
-    Raises: ValueError that lists the models without a tokenizer that transformers reads, tokens beyond the rows, and
-        those of ``tokens`` without a row.
+    Raises: ValueError that lists the models without a tokenizer that transformers reads, an expert without one as the
+        source, a union with tokens of base beyond its rows, and those of ``tokens`` without a row.
     """
     models = {"base": base, **experts}
     problems, found = list[str](), dict[str, Any]()
@@ -65,26 +67,28 @@ def aligned(
             found[name] = _tokenizer(folder.root)
     if found.get("base") is None and not problems:
         problems.append(f"base: {base.root} has no tokenizer, so rows match no tokens: leave out tokenizer_from")
+    elif source in found and found[source] is None:
+        problems.append(without_tokenizer(source, models[source].root))
     errors.raise_problems(problems)
     rows = {name: _rows(folder) for name, folder in models.items()}
     own = {name: tokenizer or found["base"] for name, tokenizer in found.items()}
+    known = {name: dict(tokenizer.get_vocab()) for name, tokenizer in own.items()}
     words = {
-        name: {token: i for token, i in tokenizer.get_vocab().items() if i < rows[name]}
-        for name, tokenizer in own.items()
+        name: {token: i for token, i in vocabulary.items() if i < rows[name]} for name, vocabulary in known.items()
     }
-    files, wanted = _chosen(source, models, own, words)
+    files, wanted = _chosen(source, models, own, words, known)
     files, wanted = _with_tokens(files, wanted, [token for token in tokens if token not in wanted])
     padded = -(-(1 + max(wanted.values())) // pad) * pad
     alike = all(table == wanted for table in words.values()) and not tokens and len(set(rows.values())) == 1
     if alike and (pad == 1 or padded == rows["base"]):  # padding rows are merged as they are
-        return Aligned(base, dict(experts), files, {})
+        return Aligned(base, dict(experts), files, {}, _notes(words, known, wanted, set()))
     taking = [name for name in models if name != "base" or based]
     anchor = "base" if based else next((name for name in experts if models[name].root == base.root), None)
     anchor = None if mean else anchor
     size = 1 + max(wanted.values())
     table = {name: _table(wanted, words[name], size) for name in models}
     donors = _donors(table, taking, anchor, size)
-    known = {name: tokenizer.get_vocab() for name, tokenizer in own.items()}
+    rowless = _rowless(wanted, table, taking) - tokens.keys()
     _place_tokens(tokens, models, wanted, table, donors, known, rows)
     paths = [path for path, leaf in base.leaves.items() if _of_tokens(path) and leaf.ndim and len(leaf) == rows["base"]]
     fitted = dict(models)
@@ -103,18 +107,29 @@ def aligned(
             fitted[name] = fitted[name].with_leaf(path, torch.empty(shape, dtype=dtype, device="meta"), read)
     changed = {i: wanted[token] for token, i in words["base"].items() if token in wanted and wanted[token] != i}
     start = fitted.pop("base")
-    return Aligned(_resized(start, padded), fitted, files, changed, _notes(words, wanted))
+    return Aligned(_resized(start, padded), fitted, files, changed, _notes(words, known, wanted, rowless))
+
+
+def without_tokenizer(source: str, root: Path) -> str:
+    """The error for a source of the tokenizer that has none."""
+    return (
+        f"tokenizer_from is {source!r}, but {root} has no tokenizer: give base, union, or an expert or a folder that "
+        "has one"
+    )
 
 
 def _chosen(
-    source: str, models: Mapping[str, Folder], own: Mapping[str, Any], words: Mapping[str, Mapping[str, int]]
+    source: str,
+    models: Mapping[str, Folder],
+    own: Mapping[str, Any],
+    words: Mapping[str, Mapping[str, int]],
+    known: Mapping[str, Mapping[str, int]],
 ) -> tuple[Path | Files, dict[str, int]]:
     """The output's tokenizer as files, and its tokens by id."""
     if source == "union":
         return _union(own, words)
     if source in models:
-        root = models[source].root if files_of(models[source].root, TOKENIZER) else models["base"].root
-        return root, dict(words[source])
+        return models[source].root, dict(known[source])
     tokenizer = _tokenizer(Path(source))
     if tokenizer is None:
         raise ValueError(f"tokenizer_from is {source!r}: must be base, union, an expert's name or a folder of one")
@@ -122,7 +137,7 @@ def _chosen(
 
 
 def _union(own: Mapping[str, Any], words: Mapping[str, Mapping[str, int]]) -> tuple[Files, dict[str, int]]:
-    """Base's tokenizer with the tokens of all others at its end, in their order."""
+    """Base's tokenizer with the tokens of all others at its end, in their order; as in mergekit, those with a row."""
     beyond = sorted(token for token, i in own["base"].get_vocab().items() if token not in words["base"])
     if beyond:
         raise ValueError(
@@ -319,10 +334,29 @@ def _resized(base: Folder, size: int) -> Folder:
     return base
 
 
-def _notes(words: Mapping[str, Mapping[str, int]], wanted: Mapping[str, int]) -> tuple[str, ...]:
-    lacking = {name: len(wanted.keys() - own.keys()) for name, own in words.items()}
+def _rowless(wanted: Mapping[str, int], table: Mapping[str, Tensor], taking: Sequence[str]) -> set[str]:
+    """Tokens of the output that no merged model has a row for."""
+    held = torch.stack([table[name] >= 0 for name in taking]).any(0).tolist()
+    return {token for token, i in wanted.items() if not held[i]}
+
+
+def _notes(
+    words: Mapping[str, Mapping[str, int]],
+    known: Mapping[str, Mapping[str, int]],
+    wanted: Mapping[str, int],
+    rowless: set[str],
+) -> tuple[str, ...]:
+    lacking = {name: len(wanted.keys() - own.keys() - rowless) for name, own in words.items()}
     said = [f"{count} in {name}" for name, count in lacking.items() if count]
     lost = {token for own in words.values() for token in own} - wanted.keys()
+    behind = {token for own in known.values() for token in own} - wanted.keys() - lost
     notes = [f"of {len(wanted)} tokens {', '.join(said)} have no row: other models' rows are used"] if said else []
+    notes += [f"{_some(rowless)} no row in any merged model: filled with 0"] if rowless else []
     notes += [f"{len(lost)} tokens, such as {min(lost)!r}, are not in the output's tokenizer: dropped"] if lost else []
+    notes += [f"{_some(behind)} no row in any model: left out of the output's tokenizer"] if behind else []
     return tuple(notes)
+
+
+def _some(tokens: Collection[str]) -> str:
+    first = repr(min(tokens))
+    return f"the token {first} has" if len(tokens) == 1 else f"{len(tokens)} tokens, such as {first}, have"

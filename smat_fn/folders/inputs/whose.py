@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ... import errors
-from .beside import Files, beside, chosen_template, differences
+from .beside import TOKENIZER, Files, beside, chosen_template, differences, files_of
 from .heads import head_files, head_notes
 from .hub import local_folder
 from .opening import RESERVED, key_of, roots_of
 from .reading import Folder, config_of, load_config, refused_by_config
-from .tokens import Aligned, Tokens, aligned
+from .tokens import Aligned, Tokens, aligned, without_tokenizer
 from .vocabulary import tokenizer_notes
 
 TokenRows: TypeAlias = Literal["base", "mean", "by-row"]
@@ -55,7 +55,10 @@ class Whose(NamedTuple):
         """The folder of a tokenizer whose rows are not aligned."""
         if self.tokenizer_from is None:
             return base
-        return roots.get(self.tokenizer_from) or local_folder("tokenizer_from", Path(self.tokenizer_from))
+        root = roots.get(self.tokenizer_from) or local_folder("tokenizer_from", Path(self.tokenizer_from))
+        if not files_of(root, TOKENIZER):
+            raise ValueError(without_tokenizer(self.tokenizer_from, root))
+        return root
 
     def files(
         self,
