@@ -126,6 +126,45 @@ def test_chat_templates_and_generation_configs_that_differ_are_notes(models, tmp
         plan(TA, models / "BASE", experts, tmp_path / "3", chat_template="chatml")
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{% for m in", "line 1: unexpected 'end of template'"),
+        ("{{ 'a' }}\n{% endfor %}", "line 2: Encountered unknown tag 'endfor'"),
+        ("{{ messages | nosuch }}", "line 1: No filter named 'nosuch'"),
+        ("{% generation %}{{ 'a' }}", "line 1: .*endgeneration"),
+    ],
+)
+def test_a_chat_template_that_is_not_jinja_is_an_error(text, why, models, tmp_path):
+    file = tmp_path / "own.jinja"
+    file.write_text(text)
+    for asked, named in {text: "which", str(file): "a file that"}.items():
+        with pytest.raises(ValueError, match=rf"(?s)chat_template is .*, {named} is not valid Jinja \({why}") as raised:
+            plan(TA, models / "BASE", {"A": models / "A"}, tmp_path / "out", chat_template=asked)
+        assert repr(asked) in str(raised.value)
+        assert str(raised.value).endswith("): correct it")
+    file.write_bytes(b"{{ '\xff' }}")
+    with pytest.raises(
+        ValueError, match=r"chat_template is '.*own.jinja', a file that is not text in UTF-8 .*: correct"
+    ):
+        plan(TA, models / "BASE", {"A": models / "A"}, tmp_path / "out", chat_template=str(file))
+
+
+def test_a_long_chat_template_is_named_by_its_begin(models, tmp_path):
+    with pytest.raises(ValueError, match=r"chat_template is '\{% if x+\.\.\.', which is not valid Jinja") as raised:
+        plan(TA, models / "BASE", {"A": models / "A"}, tmp_path / "out", chat_template="{% if x" + "x" * 5000)
+    assert len(str(raised.value)) < 300
+
+
+def test_tags_that_transformers_adds_to_jinja_are_taken(models, tmp_path):
+    own = "{% for m in messages %}{% generation %}{{ m | tojson }}{% endgeneration %}{% break %}{% endfor %}"
+    merge_folders(TA, models / "BASE", {"A": models / "A"}, tmp_path / "out", chat_template=own)
+    assert template_of(tmp_path / "out") == own
+    tokenizer = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(tmp_path / "out")
+    said = tokenizer.apply_chat_template([{"role": "user", "content": "t3"}], tokenize=False)
+    assert said == '{"role": "user", "content": "t3"}'
+
+
 def test_ids_of_tokens_follow_the_tokenizer(models, tmp_path):
     change(models / "BASE", bos_token_id=1, eos_token_id=[2, 5])
     change(models / "BASE", "generation_config.json", eos_token_id=2)

@@ -131,7 +131,7 @@ def template_of(root: Path) -> str | None:
 def chosen_template(asked: str | None, roots: Sequence[Path]) -> str | None:
     """The text that ``chat_template`` asks for; "auto" is the most frequent one of these checkpoints, or the first.
 
-    Raises: ValueError for a text that is not a template.
+    Raises: ValueError for a text that is neither a template in Jinja nor the name of a file that holds one.
     """
     if asked == "auto":
         found = Counter(text.strip() for root in roots if (text := template_of(root)))
@@ -139,8 +139,41 @@ def chosen_template(asked: str | None, roots: Sequence[Path]) -> str | None:
     if asked is not None and "{" not in asked:
         if not Path(asked).is_file():
             raise ValueError(f"chat_template is {asked!r}: must be auto, a template in Jinja, or a file of one")
-        return Path(asked).read_text(encoding="utf-8")
+        try:
+            text = Path(asked).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"chat_template is {asked!r}, a file that is not text in UTF-8 ({error}): correct it"
+            ) from error
+        _check_template(f"{asked!r}, a file that", text)
+        return text
+    if asked is not None:
+        _check_template(f"{asked if len(asked) <= 60 else f'{asked[:60]}...'!r}, which", asked)
     return asked
+
+
+def _check_template(named: str, text: str) -> None:
+    """Raises: ValueError for a template that does not compile in Jinja with the tags that transformers knows."""
+    # transformers makes its environment inside a function that renders, and takes seconds to import; torch needs jinja2
+    from jinja2 import Environment, TemplateSyntaxError, nodes
+    from jinja2.ext import Extension
+    from jinja2.parser import Parser
+
+    class Generation(Extension):
+        """``{% generation %}``, which marks the tokens of an assistant's answer."""
+
+        tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    try:
+        Environment(extensions=["jinja2.ext.loopcontrols", Generation]).compile(text)
+    except TemplateSyntaxError as error:
+        raise ValueError(
+            f"chat_template is {named} is not valid Jinja (line {error.lineno}: {error.message}): correct it"
+        ) from error
 
 
 def differences(
