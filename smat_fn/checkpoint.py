@@ -81,7 +81,7 @@ def save_expert(
         for file, content in {**(files or {}), MANIFEST: text}.items():
             (folder / file).write_text(content, encoding="utf-8")
         for kind, (own, facts) in (statistics or {}).items():
-            save_statistics(folder, kind, own, facts)
+            _write_statistics(folder, kind, own, facts)
 
 
 def plain(leaf: Tensor) -> Tensor:
@@ -154,7 +154,14 @@ def save_statistics(path: str | Path, kind: str, leaves: Mapping[str, Tensor], f
         kind: one of `STATISTICS`.
         leaves: by parameter name.
         facts: JSON values: what the statistics were computed from, ``expert`` its fingerprint.
+
+    Raises: ValueError for an unknown kind; OSError, which names the file, where it cannot be written.
     """
+    with named_in_errors(Path(path) / STATISTICS.get(kind, kind)):
+        return _write_statistics(path, kind, leaves, facts)
+
+
+def _write_statistics(path: str | Path, kind: str, leaves: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Path:
     errors.check_member("kind of statistics", kind, tuple(STATISTICS))
     file = Path(path) / STATISTICS[kind]
     fresh = file.with_name(f".{file.name}.new-{os.getpid()}")
@@ -311,8 +318,6 @@ def atomic_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path
         for file in fresh.glob("*.safetensors"):
             file.chmod(fresh.stat().st_mode & 0o666)
         take_place(fresh, target)
-    except SafetensorError as error:
-        raise OSError(f"{target} cannot be written ({error}): free space there, and run the command again") from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
 
@@ -357,9 +362,14 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 @contextmanager
 def named_in_errors(path: Path) -> Iterator[None]:
-    """Adds the name of a file or folder to an OSError of the block that has none, as that of a full disk."""
+    """Adds the name of a file or folder to an OSError of the block that has none, as that of a full disk.
+
+    Raises: OSError with the name in place of safetensors' own error, whose text names none.
+    """
     try:
         yield
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written ({error}): free space there, and run the command again") from error
     except OSError as error:
         if error.errno is not None and error.filename is None:
             error.filename = str(path)

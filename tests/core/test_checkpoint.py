@@ -131,6 +131,26 @@ def test_weights_are_as_readable_as_their_folder_and_a_full_disk_is_named(tmp_pa
     ):
         checkpoint.save_expert(tmp_path / "x", {"w": torch.zeros(2)}, {})
     assert [folder.name for folder in tmp_path.iterdir()] == ["e"]
+    with pytest.raises(
+        OSError, match=f"^{tmp_path / 'e/fisher.safetensors'} cannot be written .*No space left.*: free space there"
+    ):
+        checkpoint.save_statistics(tmp_path / "e", "fisher", {"w": torch.zeros(2)}, {})
+
+
+def test_statistics_that_fill_the_disk_name_the_folder_of_their_expert(tmp_path, monkeypatch):
+    write = checkpoint.save_file
+
+    def full(tensors, path, **options):
+        if "fisher" in Path(path).name:
+            raise SafetensorError("No space left on device (os error 28)")
+        write(tensors, path, **options)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(OSError, match=f"^{tmp_path / 'x'} cannot be written .*No space left"):
+        checkpoint.save_expert(
+            tmp_path / "x", {"w": torch.zeros(2)}, {}, statistics={"fisher": ({"w": torch.zeros(2)}, {})}
+        )
+    assert not [*tmp_path.iterdir()]
 
 
 def test_an_exception_in_the_middle_leaves_nothing(tmp_path, monkeypatch):
