@@ -292,7 +292,7 @@ def test_all_problems_of_an_adapter_are_listed(base, adapter, folders, tmp_path)
         "holds 'base_model.model.model.norm.lora_magnitude_vector', which is not a plain LoRA",
         "holds 'base_model.model.score.weight', which is not a plain LoRA of a parameter of base",
         "but base has no parameter 'base_model.model.model.ghost.weight': was it trained from another base?",
-        "adapts 'base_model.model.lm_head', but base has no parameter 'base_model.model.lm_head.weight', whose head",
+        "adapts 'base_model.model.lm_head', but base stores no head of its own: give a base that does",
         "has shape (10, 7), parameter 'model.layers.0.up.weight' of base (10, 6): was it trained from another base?",
         "'model.layers.1.q' has rank 3, its adapter_config.json says 2",
     ):
@@ -352,7 +352,8 @@ def test_a_head_that_is_stored_as_a_copy_of_tied_embeddings_is_left_out(base, ad
     assert torch.equal(merged[EMBEDDINGS], rows.bfloat16())
     assert "lm_head.weight" not in merged
     own = adapter({}, name="own", more={EMBEDDINGS: rows, "lm_head.weight": rows + 1})
-    with pytest.raises(ValueError, match="whose head is its embeddings: adapt those"):
+    untied = r"but base stores no head of its own: give a base that does \(tie_word_embeddings false, saved again\)$"
+    with pytest.raises(ValueError, match=rf"holds 'base_model.model.lm_head.weight', {untied}"):
         plan(TA, path, {"x": own}, tmp_path / "out2")
     a, b = factors((6, 9))
     pairs = {"model.embed_tokens": (a, b), "lm_head": (b.T, a.T)}
@@ -360,8 +361,14 @@ def test_a_head_that_is_stored_as_a_copy_of_tied_embeddings_is_left_out(base, ad
     report = merge_folders(TA, path, {"x": tied}, tmp_path / "pairs", out_dtype="float32")
     assert report.notes == ()
     folders.assert_same_bits(folders.load(tmp_path / "pairs"), changed(base, **{EMBED: 2 * (b @ a).T}))
-    with pytest.raises(ValueError, match=r"it adapts '\S+lm_head', but base has no parameter"):
+    with pytest.raises(ValueError, match=rf"it adapts 'base_model.model.lm_head', {untied}"):
         plan(TA, path, {"x": loose}, tmp_path / "out2")
+    # the way out: of both adapters every leaf is read
+    path = folders.save(tmp_path / "untied", base | {"lm_head.weight": base[EMBEDDINGS].clone()})
+    (path / "config.json").write_text(json.dumps({"tie_word_embeddings": False}))
+    merge_folders(TA, path, {"x": own}, tmp_path / "head", out_dtype="float32")
+    assert torch.equal(folders.load(tmp_path / "head")["lm_head.weight"], (rows + 1).float())
+    plan(TA, path, {"x": loose}, tmp_path / "out2")
 
 
 def test_changed_embeddings_that_a_head_is_tied_to_are_told(base, adapter, folders, tmp_path):
@@ -376,9 +383,44 @@ def test_changed_embeddings_that_a_head_is_tied_to_are_told(base, adapter, folde
     assert [note.partition(" and with it the head")[0] for note in notes] == [
         f"expert {name!r} changes {EMBEDDINGS!r}," for name in ("saved", "low")
     ]
-    (low / "adapter_config.json").write_text(json.dumps(SETTINGS | {"ensure_weight_tying": True}))
-    notes = plan(TA, path, {"low": low}, tmp_path / "out").notes
-    assert notes == ()
+    for place in saved, low:  # of GPT-2 peft stores no head whatever this says
+        settings = json.loads((place / "adapter_config.json").read_text())
+        (place / "adapter_config.json").write_text(json.dumps(settings | {"ensure_weight_tying": True}))
+    assert plan(TA, path, experts, tmp_path / "out").notes == notes
+    (path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))  # as older ones are
+    assert plan(TA, path, experts, tmp_path / "out").notes == notes
+    (path / "config.json").write_text(json.dumps({"architectures": ["GPT2Model"]}))
+    assert plan(TA, path, experts, tmp_path / "out").notes == ()
+
+
+@pytest.mark.filterwarnings("ignore")  # of peft, about transformers
+def test_a_head_that_peft_leaves_in_spite_of_ensure_weight_tying_is_told(tmp_path):
+    from peft import LoraConfig, get_peft_model
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_positions=8, n_embd=4, n_layer=1, n_head=1))
+    model.save_pretrained(tmp_path / "base")
+    head = model.lm_head.weight.detach().clone()
+    own = LoraConfig(target_modules=["c_attn"], modules_to_save=["wte"], ensure_weight_tying=True, fan_in_fan_out=True)
+    tuned = get_peft_model(model, own)
+    with torch.no_grad():
+        tuned.get_input_embeddings().weight.add_(1)
+    tuned.save_pretrained(tmp_path / "x")
+    notes = plan(TA, tmp_path / "base", {"x": tmp_path / "x"}, tmp_path / "out").notes
+    assert torch.equal(tuned.merge_and_unload().lm_head.weight, head)
+    assert [
+        note for note in notes if "and with it the head that base ties to it; in peft the head stays base's" in note
+    ]
+
+
+def test_a_head_that_is_kept_beside_is_not_taken_for_embeddings(base, adapter, folders, tmp_path):
+    path = folders.save(tmp_path / "base", base)
+    (path / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
+    up = {f"model.{UP}": factors((10, 6))}
+    own = adapter(up, name="own", more={"lm_head.weight": numbers(9, 6, seed=5)})
+    notes = plan(TA, path, {"own": own}, tmp_path / "out", heads="keep").notes
+    assert len(notes) == 1
+    assert notes[0].startswith("the head of expert 'own' (lm_head.weight) is kept")
 
 
 def test_an_adapter_beside_whole_weights_is_reported(base, adapter, folders, tmp_path):

@@ -152,7 +152,7 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
             reads[leaf] = _changed(store, pair, read, leaves[leaf])
             touched.add(leaf)
     errors.raise_problems(problems)
-    notes = _base_note(label, path, config, base), _tied_note(label, config, touched, base, head)
+    notes = _base_note(label, path, config, base), _tied_note(label, touched, base, head)
     stores = {weights_of(path): store, path / CONFIG: None}
     return Folder(label, leaves, reads, stores, path, note="; ".join(filter(None, notes)))
 
@@ -172,8 +172,11 @@ def _unread(label: str, path: Path, unknown: Mapping[str, Sequence[str]]) -> lis
     """Errors for names in an adapter's file that are not factors of a leaf of base, by their kind."""
     return [
         f"{label}: {weights_of(path).name} holds {name!r}{f' and {len(more)} more of its kind' if more else ''}, "
-        f"which is not a plain LoRA of a parameter of base{_tied(name)}: "
-        f"{'' if kind.startswith('.') else 'if it is a head, give heads keep, else '}{_MERGED}"
+        + (
+            _headless(name)
+            or "which is not a plain LoRA of a parameter of base: "
+            f"{'' if kind.startswith('.') else 'if it is a head, give heads keep, else '}{_MERGED}"
+        )
         for kind, (name, *more) in unknown.items()
     ]
 
@@ -231,17 +234,27 @@ def _is_tied_pair(
     )
 
 
-def _tied_note(label: str, config: Mapping[str, Any], touched: Collection[str], base: Folder, head: bool) -> str:
-    """A note on embeddings that an adapter changes where base ties its head to them: in peft the head stays base's."""
-    changed = [path for path in touched if by_token(path)]
-    if head or config.get("ensure_weight_tying") or not changed or HEAD in base.leaves:
-        return ""
-    if config_of(base.root).get("tie_word_embeddings") is not True:
+def _tied_note(label: str, touched: Collection[str], base: Folder, head: bool) -> str:
+    """A note on embeddings that an adapter changes where base ties its head to them: in peft the head stays base's.
+
+    Unless the file holds the head too: peft 0.21.2 stores it where ``ensure_weight_tying`` had an effect, which it has
+    in Llama and not in GPT-2.
+    """
+    changed = [path for path in touched if by_token(path) and path != HEAD]
+    if head or not changed or HEAD in base.leaves or not _ties(base):
         return ""
     return (
-        f"{label} changes {changed[0]!r}, and with it the head that base ties to it; in peft the head stays base's "
-        "(ensure_weight_tying is off)"
+        f"{label} changes {changed[0]!r}, and with it the head that base ties to it; in peft the head stays base's, "
+        "since the adapter's file holds none"
     )
+
+
+def _ties(base: Folder) -> bool:
+    """Whether a base without a leaf of a head ties its head to its embeddings; older files of GPT-2 do not say so."""
+    config = config_of(base.root)
+    kinds = config.get("architectures") or ()
+    by_kind = any(str(kind).endswith(("LMHeadModel", "ForCausalLM")) for kind in kinds)
+    return config.get("tie_word_embeddings", by_kind) is True
 
 
 class Held(NamedTuple):
@@ -413,8 +426,10 @@ def _pair(
         raise ValueError(f"{label}: {next(iter(names.values()))!r} has no other factor in {WEIGHTS}: save it again")
     if leaf is None:
         part = _part(f"{module.removeprefix(PREFIX)}.weight", base)
-        way = part or _tied(f"{module}.weight") or ": was it trained from another base?"
-        raise ValueError(f"{label}: it adapts {module!r}, but base has no parameter {module + '.weight'!r}{way}")
+        way = part or ": was it trained from another base?"
+        lacking = f"but base has no parameter {module + '.weight'!r}{way}"
+        lacking = lacking if part else _headless(f"{module}.weight") or lacking
+        raise ValueError(f"{label}: it adapts {module!r}, {lacking}")
     a, b, wanted = shapes[names["A"]], shapes[names["B"]], tuple(base.leaves[leaf].shape)
     if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
         raise ValueError(
@@ -509,8 +524,11 @@ def _part(name: str, base: Folder) -> str:
     return f", its {parts[0]} has: give {base.root / parts[0]} as base" if parts else ""
 
 
-def _tied(name: str) -> str:
-    return ", whose head is its embeddings: adapt those" if name.endswith("lm_head.weight") else ""
+def _headless(name: str) -> str:
+    """The end of an error for a head in an adapter whose base has it in its embeddings; "" for other names."""
+    if not name.replace(".base_layer.", ".").endswith(HEAD):
+        return ""
+    return "but base stores no head of its own: give a base that does (tie_word_embeddings false, saved again)"
 
 
 def _of_pattern(pattern: Mapping[str, Any] | None, module: str, default: Any) -> Any:
