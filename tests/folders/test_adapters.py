@@ -435,19 +435,22 @@ def test_an_adapter_beside_whole_weights_is_reported(base, adapter, folders, tmp
 
 def test_files_that_are_no_adapter(base, adapter, folders, tmp_path):
     path = folders.save(tmp_path / "base", base)
-    pickled, broken, headless = (tmp_path / name for name in ("pickled", "broken", "headless"))
-    for folder in (pickled, broken, headless):
+    names = "pickled", "broken", "headless", "listed"
+    pickled, broken, headless, listed = (tmp_path / name for name in names)
+    for folder in (pickled, broken, headless, listed):
         folder.mkdir()
     (pickled / "adapter_config.json").write_text("{}")
     (pickled / "adapter_model.bin").write_bytes(pickle.dumps(print))
     (broken / "adapter_config.json").write_text("[")
     (headless / "adapter_model.safetensors").write_bytes(b"")
-    experts = {folder.name: folder for folder in (pickled, broken, headless)}
+    (listed / "adapter_config.json").write_text("[1]")
+    experts = {folder.name: folder for folder in (pickled, broken, headless, listed)}
     with pytest.raises(ValueError, match="pickled") as caught:
         plan(TA, path, experts, tmp_path / "out")
     for part in (
         f"{pickled / 'adapter_model.bin'} holds pickled weights that cannot be read safely",
         f"expert 'broken': {broken} is not a readable adapter",
+        f"expert 'listed': {listed} is not a readable adapter (adapter_config.json holds a list, must be a",
         f"expert 'headless': {headless} holds no adapter_config.json: give the folder of a LoRA adapter",
     ):
         assert part in str(caught.value)

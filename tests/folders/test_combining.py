@@ -259,6 +259,11 @@ def test_ranks_and_values_that_cannot_be_merged(saved, tmp_path):
         change(place, lambda found: {k: torch.full_like(v, 6e4, dtype=torch.float16) for k, v in found.items()})
     with pytest.raises(ValueError, match=r"lora_A.weight' exceeds the range of torch.float16"):
         combined(places, tmp_path / "out", "cat", weights={"x": 3.0})
+    missing = tmp_path / "nowhere"
+    with pytest.raises(
+        ValueError, match=f"adapter 'x': {missing} is not a folder: give the folder of a LoRA adapter, or"
+    ):
+        merge_adapters({"x": missing}, tmp_path / "out", lambda held: held["x"])
     with pytest.raises(ValueError, match="no adapters: give at least one"):
         combined({}, tmp_path / "out", "cat")
     assert not (tmp_path / "out").exists()

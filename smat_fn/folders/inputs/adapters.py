@@ -318,14 +318,19 @@ def read_adapter(label: str, path: Path) -> Held:
 
 def _opened(label: str, path: Path, *, whole: bool = False) -> tuple[dict[str, Any], Store | Pickled, list[str]]:
     """Configuration and weights of an adapter, and problems. Raises: ValueError where there is nothing else to say."""
+    if not path.is_dir():
+        raise ValueError(
+            f"{label}: {path} is not a folder: give the folder of a LoRA adapter, or a hub name owner/name"
+        )
     if not (path / CONFIG).is_file():
         raise ValueError(f"{label}: {path} holds no {CONFIG}: give the folder of a LoRA adapter, or download it again")
     try:
         config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
         file = weights_of(path)
         store = None if not file.exists() else Pickled(file) if file.name == PICKLED else Store(file)
-        assert isinstance(config, dict)
-    except (OSError, ValueError, AssertionError, SafetensorError) as error:
+        if not isinstance(config, dict):
+            raise ValueError(f"{CONFIG} holds a {type(config).__name__}, must be a JSON object")
+    except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"{label}: {path} is not a readable adapter ({error}): copy or download it again") from error
     if store is None:
         raise ValueError(f"{label}: {path} {foreign(path)}")

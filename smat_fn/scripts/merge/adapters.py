@@ -17,6 +17,7 @@ from ...folders import merge_adapters as write
 from ...folders.files import digests
 from ...merge.around.factors import Factors, option_problems
 from ...merge.parts.masked import Masked
+from ...merge.parts.merger import Merger
 from .card import adapter_card, licenses_of
 from .finished import hashes, texts
 from .inputs import by_name, mask_key, model_names, weight_of
@@ -103,10 +104,12 @@ def in_space(
 
 
 def _merger(args: MergeAdapters) -> MergerConfig:
-    known = {merger.name: merger for merger in (*MERGERS, *MORE_MERGERS) if merger.based}
+    # statistics are of whole models, and so of no use for factors
+    known = {m.name: m for m in (*MERGERS, *MORE_MERGERS) if m.based and m.statistics is Merger.statistics}
     if args.merger not in known:
         near = errors.suggestion(args.merger, known)
-        raise ValueError(f"--merger is {args.merger!r}{near or ','} one of {', '.join(known)}")
+        way = f"{near} choose one of" if near else ", must be one of"
+        raise ValueError(f"--merger is {args.merger!r}{way} {', '.join(known)}")
     kind = known[args.merger]
     own = [f.name for f in fields(kind) if f.name != "coef"]
     unknown = [name for name in args.options if name not in own]

@@ -93,9 +93,9 @@ def _problems(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"base_model is {found.get('base_model')!r}: must be a folder or a hub name"
     mode = found.get("gate_mode", "hidden")
     if mode not in MODES:
-        yield f"gate_mode is {mode!r}: one of {', '.join(MODES)}"
+        yield f"gate_mode is {mode!r}, must be one of {', '.join(MODES)}"
     if found.get("dtype") not in (None, *DTYPES):
-        yield f"dtype is {found['dtype']!r}: one of {', '.join(DTYPES)}"
+        yield f"dtype is {found['dtype']!r}, must be one of {', '.join(DTYPES)}"
     for name in "experts_per_token", "seed":
         if type(found.get(name, 2)) is not int:
             yield f"{name} is {found[name]!r}: must be a whole number"

@@ -103,10 +103,10 @@ def _problems(found: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name} is not a field of a recipe: they are {', '.join(FIELDS)}"
     method = METHODS.get(str(found.get("merge_method")))
     if method is None:
-        yield f"merge_method is {found.get('merge_method')!r}: one of {', '.join(METHODS)}"
+        yield f"merge_method is {found.get('merge_method')!r}, must be one of {', '.join(METHODS)}"
     for name in ("dtype", "out_dtype"):
         if found.get(name) not in (None, *DTYPES):
-            yield f"{name} is {found[name]!r}: one of {', '.join(DTYPES)}"
+            yield f"{name} is {found[name]!r}, must be one of {', '.join(DTYPES)}"
     yield from _beside_problems(found)
     if bool(found.get("models")) == bool(found.get("slices")):
         yield "models or slices must be given, but not both"
@@ -258,7 +258,7 @@ def _own(found: Mapping[str, Any], file: Path) -> Recipe:
         if name in kinds and not _fits(value, kinds[name])
     ]
     if (merger := known.get(str(found["merger"]))) is None:
-        problems.append(f"merger is {found['merger']!r}: one of {', '.join(known)}")
+        problems.append(f"merger is {found['merger']!r}, must be one of {', '.join(known)}")
     elif isinstance(found.get("options"), dict):
         problems += _option_problems(merger, found["options"])
     errors.raise_problems(problems, of=str(file))

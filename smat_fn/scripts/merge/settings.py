@@ -89,7 +89,7 @@ class MergeAdapters:
     majority: Literal["total", "frequency"] = "total"
     """With ties: elect the sign of the sum of entries (total), or of the sum of their signs (frequency)."""
     merger: str = "ties"
-    """With knots and core_space: a merger with a base, as merge.py names it."""
+    """With knots and core_space: a merger with a base and without statistics, as merge.py names it."""
     options: Annotated[
         dict[str, bool | int | float | str],
         arg(metavar="[NAME VALUE ...]", help_behavior_hint="(default: those of --preset)"),

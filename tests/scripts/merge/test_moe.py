@@ -181,7 +181,8 @@ BAD = {
 }
 NAMED = (
     "colour is not a field", "shared_experts is not supported", "architecture is 'qwen'", "base_model is 3",
-    "gate_mode is 'guess'", "dtype is 'int8'", "experts_per_token is '2'", "experts[0].width is not a field",
+    "gate_mode is 'guess', must be one of hidden, ", "dtype is 'int8', must be one of ",
+    "experts_per_token is '2'", "experts[0].width is not a field",
     "experts[0].noise_scale is not supported", "experts[0].residual_scale is 'much'",
     "experts[0].positive_prompts is 't3'",
     "experts[1].source_model is 'B+LORA': export", "experts[1].positive_prompts is missing", "experts[2] is {'model'",

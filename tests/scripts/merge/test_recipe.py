@@ -160,8 +160,10 @@ BAD = {
 NAMED = (
     "modules is not supported", "tokenizer.pad_to_multiple_of is 0", "tokens.t3.force is 1", "tokens.t4 is {'sources'",
     "tokens.t5.source is", "tokens.t6.source is 5", "tokenizer.width is not supported",
-    "tokenizer and tokenizer_source are both", "chat_template is 'chatml'", "dtype is 'int8'", "colour is not a field",
-    "merge_method is 'evolve'", "slices.residual_weight", "'much'", "weight of model C+ADAPTER mixes",
+    "tokenizer and tokenizer_source are both", "chat_template is 'chatml'", "dtype is 'int8', must be one of ",
+    "colour is not a field",
+    "merge_method is 'evolve', must be one of linear, ",
+    "slices.residual_weight", "'much'", "weight of model C+ADAPTER mixes",
     "model C+ADAPTER: an adapter must be of base_model", "layer_range of model C+ADAPTER is [2]",
     "sources of every slice, must be",
 )  # fmt: skip
@@ -489,7 +491,7 @@ OWN_BAD = {
     "'seed' is 0.5": {"seed": 0.5},
     "'shard_size' is '5GB'": {"shard_size": "5GB"},
     "'out_dtype' is 'int8'": {"out_dtype": "int8"},
-    "merger is ['ties']: one of": {"merger": ["ties"]},
+    "merger is ['ties'], must be one of": {"merger": ["ties"]},
     "options.keep is 'x': see merge.py ties --help": {"options": {"keep": "x"}},
     "options.kep is not an option of ties": {"options": {"kep": 0.5}},
     "options.weights is [0.5]": {"options": {"weights": [0.5]}},
