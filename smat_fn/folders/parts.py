@@ -24,7 +24,7 @@ from ..checkpoint import write_text
 from ..merge.parts.merger import Merger
 from .files import Hashing, sampled
 from .prepare import Options, prepare
-from .run import Describe, Report, completed, kept_if_full, merge_shards, room_problems
+from .run import Describe, Report, completed, cuttable, kept_if_full, merge_shards, room_problems
 from .streaming.chunks import Job, written
 from .streaming.estimate import memory_problems
 from .streaming.survey import Survey, trimmed_leaves
@@ -98,7 +98,7 @@ def merge_part(
     decided = _facts(job, shards, options.get("vocabulary"), described=describe is not None) | dict(facts or {})
     decided = json.loads(json.dumps(decided))  # as it is read again
     folder, files = work_folder(out), list(job.seen)[part.number - 1 :: part.total]
-    with Hashing(job.workers) as hashing, kept_if_full(folder), ExitStack() as running:
+    with Hashing(job.workers) as hashing, kept_if_full(folder, cuttable(job, shards)), ExitStack() as running:
         with exclusive(out, wait=WAIT):
             recover(out)
             checkpoint.refuse_existing(out, overwrite=options.get("overwrite", False))

@@ -26,7 +26,9 @@ from .writing import (
     Shard,
     Work,
     exclusive,
+    file_limit,
     fill,
+    largest_leaf,
     load_progress,
     recover,
     save_progress,
@@ -155,7 +157,7 @@ def write_job(
     errors.raise_problems(memory_problems(job))
     folder, recipe = work_folder(out), _recipe(job, shards, more)
     shared: AbstractContextManager[Hashing] = Hashing(job.workers) if hashing is None else nullcontext(hashing)
-    with exclusive(out), shared as hashing, kept_if_full(folder):
+    with exclusive(out), shared as hashing, kept_if_full(folder, cuttable(job, shards)):
         recover(out)
         checkpoint.refuse_existing(out, overwrite=overwrite)  # what another merge has put there
         errors.raise_problems(room_problems(folder, shards))
@@ -250,16 +252,20 @@ def _manifest(job: Job, files: Sequence[Path], report: Report) -> dict[str, str]
     return {checkpoint.MANIFEST: json.dumps(facts, indent=2) + "\n"}
 
 
+def cuttable(job: Job, shards: Sequence[Shard]) -> Sequence[Shard]:
+    """The shards that ``shard_size`` decides about: none where the output is one file, as base is."""
+    return () if job.base.root.is_file() else shards
+
+
 @contextmanager
-def kept_if_full(folder: Path) -> Iterator[None]:
-    """Raises: ValueError in place of the error of a full disk."""
+def kept_if_full(folder: Path, shards: Sequence[Shard]) -> Iterator[None]:
+    """Raises: ValueError in place of the error of a full disk. Args: shards: as of `cuttable`."""
     try:
         yield
     except OSError as error:
         if error.errno == errno.EFBIG:
             raise ValueError(
-                f"the disk of {folder.parent} takes no file that is so large ({error.strerror}): give a smaller "
-                "shard_size"
+                f"the disk of {folder.parent} takes no file that is so large ({error.strerror}): {_smaller(shards)}"
             ) from error
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -267,6 +273,14 @@ def kept_if_full(folder: Path) -> Iterator[None]:
             f"the disk of {folder.parent} is full: finished files stay in {folder.name}; free disk space and rerun "
             "to resume, or delete it"
         ) from error
+
+
+def _smaller(shards: Sequence[Shard]) -> str:
+    """The way out where a file is too large: smaller shards, if they can be small enough."""
+    largest = max(map(largest_leaf, shards), default=0)
+    if largest < min(max((shard.size - len(shard.header) for shard in shards), default=0), file_limit()):
+        return f"give a smaller shard_size (the largest parameter takes {size_text(largest)})"
+    return "choose another disk, or raise the limit on file sizes (ulimit -f)"
 
 
 def plan(config: Merger, base: Path, experts: Mapping[str, Path], out: Path, **options: Unpack[Options]) -> Plan:

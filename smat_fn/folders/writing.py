@@ -2,11 +2,13 @@
 
 import glob
 import json
+import math
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, NamedTuple
@@ -45,6 +47,22 @@ class Work(NamedTuple):
     progress: dict[str, Any]  # JSON values
     save: Callable[[], object]  # writes the progress
     hashing: Hashing
+
+
+def largest_leaf(shard: Shard) -> int:
+    """The bytes of the largest leaf of a shard."""
+    begins = sorted(shard.offsets.values())
+    return max((end - begin for begin, end in pairwise([*begins, shard.size])), default=0)
+
+
+def file_limit() -> float:
+    """The most bytes that this process may write into one file; that of the file system is not known."""
+    try:
+        import resource
+    except ImportError:  # Windows has none
+        return math.inf
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return math.inf if limit == resource.RLIM_INFINITY else limit
 
 
 def layout(leaves: Mapping[str, Tensor], shard_size: int, outputs: Mapping[str, str]) -> list[Shard]:

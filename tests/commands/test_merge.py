@@ -289,10 +289,19 @@ def test_what_stops_a_merge_is_told_in_one_line(hub, call, tmp_path, monkeypatch
     def full(*args):
         raise OSError(*reasons.pop())
 
-    reasons = [(28, "No space left on device"), (27, "File too large")]
+    reasons = [(28, "No space left on device"), *[(27, "File too large")] * 3]
     with monkeypatch.context() as patch:
         patch.setattr(stream, "write_chunk", full)
-        assert call(*words)[1].endswith("takes no file that is so large (File too large): give a smaller --shard-size")
+        larger = f"the disk of {tmp_path} takes no file that is so large (File too large): "
+        smaller = call(*words)[1].removeprefix(
+            f"merge.py: {larger}give a smaller --shard-size (the largest parameter takes"
+        )
+        assert re.fullmatch(r" [\d.]+ kB\)", smaller)
+        with monkeypatch.context() as limited:  # no parameter is so small
+            limited.setattr(stream, "file_limit", lambda: 100)
+            other = "choose another disk, or raise the limit on file sizes (ulimit -f)"
+            assert call(*words)[1] == f"merge.py: {larger}{other}"
+        assert call(*words, "--shard-size", "1")[1] == f"merge.py: {larger}{other}"  # a file for each parameter
         told = call(*words)[1]
     assert told.startswith(f"merge.py: the disk of {tmp_path} is full: finished files stay in .ta.merging;")
     assert not (tmp_path / "ta").exists()

@@ -160,9 +160,10 @@ def make(args: Moe) -> Iterator[str]:
         "shard_size": bytes_of(args.shard_size),
     }
     if args.out.exists() and not args.overwrite:
+        checkpoint.refuse_existing(args.out, overwrite=True)  # what --overwrite would not replace either
         if others := _others(args.out, facts, models, args.threads):
             raise ValueError(
-                f"{args.out} exists and holds something else ({others[0]}): choose another folder or --overwrite"
+                f"{args.out} exists and holds something else ({others[0]}): choose another folder or pass --overwrite"
             )
         outcome.add("merged", {"folder": args.out, "kept": True})
         yield f"kept: {args.out}: already finished"

@@ -151,10 +151,14 @@ def test_the_file_in_an_output_repeats_it_and_a_rerun_keeps_it(models, tmp_path)
         .ne(weights(tmp_path / "out")["model.layers.0.block_sparse_moe.gate.weight"])
         .all()
     ), other
-    with pytest.raises(
-        ValueError, match=r"exists and holds something else .its hyperparameters.experts_per_token is 1"
-    ):
+    told = r"exists and holds something else .its hyperparameters.experts_per_token is 1.* or pass --overwrite$"
+    with pytest.raises(ValueError, match=told):
         made(make_moe.file_of("random", models), tmp_path / "out", seed=5)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/notes.txt").write_text("of the user")
+    for overwrite in False, True:
+        with pytest.raises(ValueError, match=r"mine holds notes.txt, .*: move it, or choose another folder$"):
+            made(make_moe.file_of("random", models), tmp_path / "mine", overwrite=overwrite)
     text = (tmp_path / "out/README.md").read_text() + (tmp_path / "out/manifest.json").read_text()
     assert "the MLPs those of A, B, C; routers by random" in text
     assert "# Mixture of experts of A+B+C" in text
