@@ -70,7 +70,7 @@ def merge_adapters(
             save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
             config = json.dumps(_config(held, merged, base), indent=2) + "\n"
             (folder / CONFIG).write_text(config, encoding="utf-8")
-            read = {f"adapter {name!r}": [place / CONFIG, weights_of(place)] for name, place in places.items()}
+            read = files_read(places)
             plain = json.dumps({"adapter": "merged", "versions": {"smat_fn": __version__}}, indent=2) + "\n"
             given = texts([folder / CONFIG, folder / WEIGHTS], read) if texts else {}
             for file, text in {checkpoint.MANIFEST: plain, **given}.items():
@@ -80,6 +80,11 @@ def merge_adapters(
         tuple(module for module in merged if any(module not in found.factors for found in held.values())),
         sum(tensor.nbytes for tensor in stored.values()),
     )
+
+
+def files_read(places: Mapping[str, Path]) -> dict[str, list[Path]]:
+    """The files of adapters that are merged, by label. Args: places: their folders by name."""
+    return {f"adapter {name!r}": [place / CONFIG, weights_of(place)] for name, place in places.items()}
 
 
 def _stored(merged: Mapping[str, Factors], held: Mapping[str, Held]) -> dict[str, Tensor]:

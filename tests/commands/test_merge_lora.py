@@ -127,6 +127,21 @@ def test_adapters_become_one(call, model, tmp_path):
         None,
     )
     assert "exists: choose another folder" in call("adapters", "--experts", *names, "--out", tmp_path / "svd")[1]
+    knots = "--method", "knots", "--merger", "ta", "--out", tmp_path / "knots"
+    again = "adapters", "--experts", *names, *knots
+    written = (tmp_path / "knots/adapter_config.json").stat().st_mtime_ns
+    assert call(*again) == (f"kept: {tmp_path / 'knots'}: already finished\n", None)
+    assert (tmp_path / "knots/adapter_config.json").stat().st_mtime_ns == written
+    swapped = "adapters", "--experts", *reversed(names), *knots
+    for other in swapped, (*again, "--coef", 0.5), (*again, "--seed", 1), (*again, "--base", "other"):
+        assert "knots exists: choose another folder or pass --overwrite" in call(*other)[1]
+    assert call(*again, "--overwrite")[0].startswith("merged: ")
+    for changed in tmp_path / "knots/adapter_config.json", tmp_path / "y/adapter_config.json":
+        text = changed.read_text()
+        changed.write_text(text + " ")
+        assert "knots exists: choose another folder" in call(*again)[1]
+        changed.write_text(text)
+    assert call(*again)[0].startswith("kept: ")
     words = "--method", "ties_svd", "--density", 0.5, "--out", tmp_path / "svd", "--overwrite"
     assert call("adapters", "--experts", *names, *words)[1] is None
     assert json.loads((tmp_path / "svd/manifest.json").read_text())["density"] == 0.5

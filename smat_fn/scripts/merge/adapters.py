@@ -9,25 +9,31 @@ from typing import Any
 
 import torch
 
-from ... import __version__, errors, random
+from ... import __version__, checkpoint, errors, random
 from ... import merge as mergers
 from ...config import MERGERS, MORE_MERGERS, MergerConfig, preset_of, resolve
 from ...folders import Combined
 from ...folders import merge_adapters as write
-from ...folders.files import digests
+from ...folders.combining import files_read
+from ...folders.files import Hashing, digests
+from ...folders.inputs.adapters import CONFIG
+from ...folders.inputs.hub import local_folder
 from ...merge.around.factors import Factors, option_problems
 from ...merge.parts.masked import Masked
 from ...merge.parts.merger import Merger
 from .card import adapter_card, licenses_of
-from .finished import hashes, texts
+from .finished import hashes, other_facts, other_reads, texts, verify
 from .inputs import by_name, mask_key, model_names, weight_of
 from .settings import MergeAdapters
 
 SPACES = {"knots": mergers.knots, "core_space": mergers.core_space}
 
 
-def merge(args: MergeAdapters) -> Combined:
-    """Merge and write. Raises: ValueError that lists all problems of options, then of adapters, before any work."""
+def merge(args: MergeAdapters) -> Combined | None:
+    """Merge and write; None where the folder holds this very merge.
+
+    Raises: ValueError that lists all problems of options, then of adapters, before any work.
+    """
     pairs = [weight_of(expert) for expert in args.experts]
     found, problems = by_name(Path(args.base or "their base"), [path for path, _ in pairs], None)
     weights = {name: weight for (name, *_), (_, weight) in zip(found, pairs, strict=True) if weight is not None}
@@ -60,8 +66,30 @@ def merge(args: MergeAdapters) -> Combined:
         "merge_seed": args.seed,
     }
     adapters = {name: path for name, path, _ in found}
+    if not args.overwrite and _is_finished(args, facts, adapters):
+        return None
     texts = partial(_texts, facts)
     return write(adapters, args.out, combine, base=args.base, overwrite=args.overwrite, texts=texts)
+
+
+def _is_finished(args: MergeAdapters, facts: Mapping[str, Any], adapters: Mapping[str, Path]) -> bool:
+    """Whether ``--out`` holds what these settings make of these files, unchanged."""
+    try:
+        manifest = checkpoint.load_manifest(args.out)
+        if manifest.get("adapter") != "merged" or other_facts(manifest, facts):
+            return False
+        places = {name: local_folder(f"adapter {name!r}", Path(path), fetch=False) for name, path in adapters.items()}
+        base, *named = (_base_of(place) for place in (args.out, *places.values()))
+        if base != (args.base or named[0]):
+            return False
+        with Hashing(args.threads) as hashing:
+            return not other_reads(args.out, files_read(places), hashing) and not verify(args.out, hashing=hashing)[1]
+    except (ValueError, OSError, KeyError, AttributeError):  # the folder or an adapter is broken, as the merge says
+        return False
+
+
+def _base_of(adapter: Path) -> Any:
+    return json.loads((adapter / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
 
 
 def by_module(

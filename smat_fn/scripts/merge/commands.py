@@ -112,13 +112,16 @@ def merge_adapters(args: MergeAdapters) -> None:
     from .adapters import merge
 
     torch.set_num_threads(args.threads)
-    made = merge(args)
+    if (made := merge(args)) is None:
+        outcome.add("merged", {"folder": args.out, "kept": True})
+        print(f"kept: {args.out}: already finished")
+        return
     ranks = sorted(set(made.ranks.values()))
     what = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
     if made.partial:
         lacking = _count(made.partial, "module", "modules")
         print(f"note: {lacking} of some adapters alone, merged from those: {_some(made.partial)}")
-    outcome.add("merged", {"folder": args.out})
+    outcome.add("merged", {"folder": args.out, "kept": False})
     print(f"merged: {args.out}, {_count(made.ranks, 'module', 'modules')} of {what}, {size_text(made.bytes)}")
 
 

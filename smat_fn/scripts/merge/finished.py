@@ -25,7 +25,11 @@ def differences(folder: Path, wanted: Mapping[str, Any]) -> list[str]:
     """How the manifest in ``folder`` differs from one with these facts; nothing is hashed."""
     if not is_merged(folder):
         return [f"{folder} holds no merged model"]
-    manifest = checkpoint.load_manifest(folder)
+    return other_facts(checkpoint.load_manifest(folder), wanted)
+
+
+def other_facts(manifest: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """How a manifest differs from one of this version with these facts."""
     facts = json.loads(json.dumps(wanted))  # tuples are lists in a manifest
     if (made := manifest.get("versions", {}).get("smat_fn")) != __version__:
         return [f"smat_fn {made} made it, this is {__version__}"]
@@ -49,11 +53,20 @@ def other_inputs(
     Args: inputs: files by label; experts: their names in order; beside: the files beside its weights.
     """
     own = {label: list(files) for label, files in inputs.items()}
-    read = hashes([], own, hashing.digests(file for files in own.values() for file in files))["inputs"]
+    return (
+        other_reads(folder, own, hashing)
+        or other_order(folder, experts)
+        or other_files(folder, beside)
+        or verify(folder, hashing=hashing)[1]
+    )
+
+
+def other_reads(folder: Path, inputs: Mapping[str, Sequence[Path]], hashing: Hashing) -> list[str]:
+    """Reasons why a folder was not made of these files, by the hashes in its manifest."""
+    read = hashes([], inputs, hashing.digests(file for files in inputs.values() for file in files))["inputs"]
     made = checkpoint.load_manifest(folder).get("inputs", {})
-    if others := [label for label in [*read, *(made.keys() - read)] if made.get(label) != read.get(label)]:
-        return [f"it was made of another {label}" for label in others]
-    return other_order(folder, experts) or other_files(folder, beside) or verify(folder, hashing=hashing)[1]
+    others = [label for label in [*read, *(made.keys() - read)] if made.get(label) != read.get(label)]
+    return [f"it was made of another {label}" for label in others]
 
 
 def other_order(folder: Path, experts: Iterable[str]) -> list[str]:
