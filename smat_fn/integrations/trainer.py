@@ -169,7 +169,7 @@ class Attached:
         else:
             base = {path: base[path].to(p.device) for path, p in leaves.items()}
         slices = max(1, self._schedule.period - 1) if self._host else None
-        self._weights = SimulatedWeights(leaves, base, where=self._where(model), slices=slices)
+        self._weights = SimulatedWeights(leaves, base, where=self._where(model), slices=slices, once=True)
         self._leaves, self._dtypes = leaves, [p.dtype for p in leaves.values()]
         record = checks.record(self._key, self._schedule, self._own if self._host else base, self._where(model))
         errors.raise_problems(checks.process_problems(checks.of_all_processes(record)))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
@@ -84,6 +84,8 @@ class Schedule:
     antithetic: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.period, Integral) and not isinstance(self.period, bool):
+            object.__setattr__(self, "period", int(self.period))  # of numpy
         problems = draw_problems(self.alpha_min, self.drop_prob, self.sigma, self.noise, self.alpha_max)
         problems += [f"{text} (1 simulates every step)" for text in count_problem("period", self.period)]
         if not isinstance(self.antithetic, bool):

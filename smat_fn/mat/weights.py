@@ -31,6 +31,8 @@ class SimulatedWeights:
         slices: the number of `prepare` calls over which a base in host memory is copied to the device, into the one
             buffer that then becomes theta~ (``offload="cpu"`` of `simulated_gradient`). None: the base stays where it
             is. Needs ``switch`` and no shards.
+        once: the caller changes no parameter between two blocks of one ``Draw`` object, which is simulated once. Else
+            every block simulates, since writes of fused optimizers and through ``.data`` cannot be seen.
 
     Raises: ValueError that lists parameters that share memory with base, which training would change with them, or with
         each other, frozen ones, and parameters whose storage FSDP1 or DTensor owns.
@@ -45,14 +47,16 @@ class SimulatedWeights:
         starts: Mapping[str, int] | None = None,
         switch: bool = True,
         slices: int | None = None,
+        once: bool = False,
     ) -> None:
         raise_problems(_parameter_problems(parameters, base), "SimulatedWeights")
         self._parameters, self._base, self._where, self._starts = parameters, base, tree.predicate(where), starts
         self._switch, self._drawn = switch, cast(Draw | None, None)
+        self._once = once or slices is not None  # a base in host memory has become theta~
         self._module = cast(nn.Module | None, None)
-        # the draw of the blocks since the last reweighting, and whether a gradient was there at the end of one
+        # the draw of the blocks since the last reweighting, and whether a backward pass ran in one
         self._passed, self._differentiated = cast(Draw | None, None), False
-        self._checked = False  # whether the masked set fits the draws
+        self._masks = False  # whether the masked set names a parameter
         self._versions = dict[str, int]()  # of theta, when it was simulated
         self._host = None if slices is None else BaseBuffer(base, parameters, slices=slices)
         new = switch and self._host is None
@@ -68,21 +72,27 @@ class SimulatedWeights:
 
         Args:
             module: before it is wrapped, or wrapped by torch.compile, DataParallel or DistributedDataParallel.
-            base: theta_0 by name; None: a copy of the trained parameters as they are now, so before a checkpoint of a
-                run that is resumed is loaded.
+            base: theta_0 by name, which may hold more than the trained parameters; None: a copy of these as they are
+                now, so before a checkpoint of a run that is resumed is loaded.
             where: the masked set; None: `smat_fn.where.block_linear` of the module.
 
         Raises:
             ValueError: as the class; for a module without trained parameters or with sparse gradients, and a base of
                 other names or shapes. In simulated steps, for parameters that were replaced, frozen or unfrozen since,
-                and for batch norms in train mode.
+                batch norms in train mode, a gradient of the draw before that was not reweighted, and gradients of other
+                passes that a backward pass in a block was added to.
         """
+        if not isinstance(module, nn.Module):
+            raise ValueError(f"SimulatedWeights: module is a {type(module).__name__}, must be a torch.nn.Module")
         leaves = trained.leaves_of(module)
         problems = trained.sparse_problems(module)
         problems += [] if leaves else ["the module has no parameter with requires_grad: unfreeze what is trained"]
         raise_problems(problems, "SimulatedWeights")
-        own = {path: p.detach().clone() for path, p in leaves.items()} if base is None else tree.flatten_unwrapped(base)
-        tree.check_same(leaves, "the module", base=own)
+        if base is None:
+            own = {path: p.detach().clone() for path, p in leaves.items()}
+        else:  # of the whole module, perhaps
+            own = {path: leaf for path, leaf in tree.flatten_unwrapped(base).items() if path in leaves}
+            tree.check_same(leaves, "the module", base=own)
         states = cls(leaves, own, where=block_linear(trained.bare(module)) if where is None else where)
         states._module = module
         return states
@@ -96,39 +106,66 @@ class SimulatedWeights:
     def at(self, drawn: Draw | None) -> Iterator[None]:
         """Replace the parameters by the state of the draw inside the block, and restore theta, also after an exception.
 
-        One ``Draw`` object is simulated once for the same weights: all micro-batches of a step share it. None is a
-        clean step: theta stays.
+        All micro-batches of a step share one ``Draw`` object. None is a clean step: theta stays.
 
-        Raises: ValueError for a first draw with Mask where the masked set names no parameter, and for weights that
-            were written to inside the block; of a device, writes that only a norm shows when the next block begins.
+        Raises: ValueError for a draw with Mask where the masked set names no parameter, for factors of alpha of other
+            names than the parameters', and for weights that were written to inside the block; of a device, writes that
+            only a norm shows when the next block begins.
         """
         if drawn is None:
             yield
             return
-        if not self._checked:
-            if not isinstance(drawn, Draw):
-                raise ValueError(f"draw is a {type(drawn).__name__}, must be what smat_fn.draw returns, or None")
-            picks = self._where
-            if picks is not None and not any(picks(path, p) for path, p in self._parameters.items()):
-                # the number may be on a GPU, which is waited for
-                found = mask_problems(picks, self._parameters, drawn.drop_prob.item())
-                raise_problems([f"{text}; for a part of a model give where=smat_fn.where.never" for text in found])
-            self._checked = True
+        if not isinstance(drawn, Draw):
+            raise ValueError(f"draw is a {type(drawn).__name__}, must be what smat_fn.draw returns, or None")
+        raise_problems(self._draw_problems(drawn))
+        begun = {path: (p.grad, _version(p.grad)) for path, p in self._parameters.items() if p.grad is not None}
+        first = drawn is not self._passed
         if self._module is not None:
-            now = trained.leaves_of(self._module)
-            problems = trained.changes(self._parameters, now, "when SimulatedWeights was made")
-            problems += ["make it again, from theta_0 (base=)"] if problems else []
-            raise_problems(problems + trained.norm_problems(trained.norms_of(self._module)))
+            raise_problems(self._module_problems(self._module))
+            if first and self._differentiated:
+                raise ValueError(
+                    "the gradient of the draw before was not reweighted: call reweight_grads(drawn) after the last "
+                    "block of a draw, before clipping and the optimizer"
+                )
+        others = self._module is not None and first and any(bool(grad.any()) for grad, _ in begun.values())
         with self._held(drawn):
             yield
+        ended = {path: p.grad for path, p in self._parameters.items() if p.grad is not None}
+        same = [path for path, (grad, _) in begun.items() if ended.get(path) is grad]
+        if others and any(_version(ended[path]) == begun[path][1] + 1 for path in same):
+            raise ValueError(
+                "a backward pass in the block was added to gradients of other passes, which reweighting would multiply "
+                "too: call optimizer.zero_grad() before the first block of a draw, and other backward passes after "
+                "reweight_grads"
+            )
         self._passed = drawn
-        self._differentiated |= any(p.grad is not None for p in self._parameters.values())
+        written = any(_version(ended[path]) != begun[path][1] for path in same)
+        self._differentiated |= len(same) < len(ended) or written
+
+    def _draw_problems(self, drawn: Draw) -> list[str]:
+        problems = []
+        if unknown := [path for path in drawn.factors if path not in self._parameters]:
+            problems.append(
+                f"factors of alpha name {', '.join(shortened(unknown, '{} more'))}, which are not parameters here"
+            )
+        picks = self._where
+        self._masks = self._masks or picks is None or any(picks(path, p) for path, p in self._parameters.items())
+        if not self._masks:  # the number may be on a GPU, which is waited for
+            found = mask_problems(picks, self._parameters, drawn.drop_prob.item())
+            problems += [f"{text}; where=smat_fn.where.never switches Mask off on purpose" for text in found]
+        return problems
+
+    def _module_problems(self, module: nn.Module) -> list[str]:
+        now = trained.leaves_of(module)
+        problems = trained.changes(self._parameters, now, "when SimulatedWeights was made")
+        problems += ["make it again, from theta_0 (base=)"] if problems else []
+        return problems + trained.norm_problems(trained.norms_of(module))
 
     @contextmanager
     def _held(self, drawn: Draw) -> Iterator[None]:
         unread, self._unread = self._unread, ({}, {})
         _refuse_writes(_differing(*unread))
-        if tree.written(self._parameters, self._versions):
+        if not self._once or tree.written(self._parameters, self._versions):
             self._drawn = None
         weights = {path: p.detach() for path, p in self._parameters.items()}
         kept = weights if self._switch else {path: weight.clone() for path, weight in weights.items()}
@@ -139,6 +176,8 @@ class SimulatedWeights:
                 if self._host is not None:
                     base = self._host.take()
                     self._buffer = {path: _laid_out(base[path], weight) for path, weight in weights.items()}
+                elif self._switch:  # a module's dtype, device or memory format may have changed
+                    self._buffer = {path: _fitting(self._buffer[path], weight) for path, weight in weights.items()}
                 with torch.no_grad():
                     states = self._buffer if self._switch else weights
                     simulate(kept, base, drawn, where=self._where, out=states, starts=self._starts)
@@ -227,8 +266,8 @@ class SimulatedWeights:
         grads = {path: p.grad for path, p in self._parameters.items() if p.grad is not None}
         if grads and drawn is self._passed and not self._differentiated:
             raise ValueError(
-                "no gradient was there at the end of the block of this draw: call backward() inside it, where the "
-                "parameters hold theta~"
+                "no backward pass ran in the blocks of this draw: call backward() inside, where the parameters hold "
+                "theta~ (gradients of torch.autograd.grad: states.reweight(grads, drawn))"
             )
         self.reweight(grads, drawn)
 
@@ -251,8 +290,8 @@ class SimulatedWeights:
             )
         if drawn is not self._passed:
             raise ValueError(
-                "this draw's gradient is reweighted already, or no block had this Draw object: reweight once a step, "
-                "after its last `with states.at(drawn)`"
+                "this Draw object is not that of the last block, or its gradient is reweighted already: reweight once "
+                "a step, after its last `with states.at(drawn)`"
             )
         starts = None if self._starts is None else {path: self._starts[path] for path in grads}
         with torch.no_grad():
@@ -341,3 +380,13 @@ def _laid_out(base: Tensor, weight: Tensor) -> Tensor:
     # a gradient takes the strides of what the parameter holds, and torch's fused optimizers those of the parameter
     memory = place(base, weight)
     return memory if memory.stride() == weight.stride() else torch.empty_like(weight)
+
+
+def _fitting(buffer: Tensor, weight: Tensor) -> Tensor:
+    """The buffer of theta~, or a new one for a weight of another dtype, device or layout."""
+    alike = (buffer.dtype, buffer.device, buffer.stride()) == (weight.dtype, weight.device, weight.stride())
+    return buffer if alike else torch.empty_like(weight)
+
+
+def _version(grad: Tensor) -> int:
+    return 0 if grad.is_inference() else grad._version

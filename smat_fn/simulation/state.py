@@ -168,6 +168,8 @@ def factor_problems(factors: Mapping[str, float]) -> list[str]:
     """Errors for factors of alpha that are not finite."""
     if not isinstance(factors, Mapping):
         return [f"factors is {factors!r}: give a mapping {{parameter name: number}}"]
+    if odd := [f"{path} {factor!r}" for path, factor in factors.items() if not isinstance(factor, Real)]:
+        return [f"factors of alpha must be numbers: {', '.join(shortened(odd, '{} more'))}"]
     finite = (isinstance(factor, Real) and abs(factor) < math.inf for factor in factors.values())
     bad = [f"{path} {factor}" for (path, factor), fine in zip(factors.items(), finite, strict=True) if not fine]
     return [f"factors of alpha must be finite: {', '.join(shortened(bad, '{} more'))}"] if bad else []

@@ -2,11 +2,12 @@
 
 import copy
 
+import numpy
 import pytest
 import torch
 from torch import nn
 
-from smat_fn import Schedule, SimulatedWeights, draw, random
+from smat_fn import Schedule, SimulatedWeights, draw, random, simulate
 from smat_fn.mat import smat
 from smat_fn.simulation import opposite
 from smat_fn.testing import assert_trees_equal
@@ -100,7 +101,7 @@ def test_a_gradient_is_reweighted_once_and_with_the_draw_of_its_own_blocks():
     states, drawn = SimulatedWeights.of(module), SCHEDULE.draw(KEY, 1)
     with states.at(drawn):
         squares(module, BATCH)[0].backward()
-    with pytest.raises(ValueError, match="no block had this Draw object"):
+    with pytest.raises(ValueError, match="not that of the last block"):
         states.reweight_grads(SCHEDULE.draw(KEY, 3))
     states.reweight_grads(drawn)
     with pytest.raises(ValueError, match="reweighted already"):
@@ -118,7 +119,7 @@ def test_a_backward_pass_after_the_block_is_told():
     with states.at(drawn):
         loss = squares(module, BATCH)[0]
     loss.backward()
-    with pytest.raises(ValueError, match=r"call backward\(\) inside it"):
+    with pytest.raises(ValueError, match=r"call backward\(\) inside, where"):
         states.reweight_grads(drawn)
 
 
@@ -181,3 +182,129 @@ def test_all_bad_values_of_a_schedule_are_listed():
     said = r"drop_prob is 1.*; sigma is -1.*; period is 0.*; antithetic is 'no'.*factors"
     with pytest.raises(ValueError, match=said):
         Schedule(drop_prob=1.0, sigma=-1, period=0, antithetic="no", factors={"w": float("nan")})
+
+
+def test_a_period_of_numpy_is_a_number():
+    schedule = Schedule(sigma=0.1, period=numpy.int64(2))
+    assert type(schedule.period) is int
+    assert schedule.draw(KEY, numpy.int64(0)) is None
+
+
+@pytest.mark.parametrize("order", ["zero_grad after the block", "clean pass before", "micro-batches"])
+def test_gradients_of_other_passes_are_told(order):
+    module = net()
+    states, optimizer = SimulatedWeights.of(module), torch.optim.SGD(module.parameters(), lr=0.1)
+    if order == "zero_grad after the block":
+        squares(module, BATCH)[0].backward()  # of the step before
+        with states.at(SCHEDULE.draw(KEY, 1)) as _:
+            loss = squares(module, BATCH)[0]
+        optimizer.zero_grad()
+        loss.backward()
+        with pytest.raises(ValueError, match="no backward pass ran in the blocks of this draw"):
+            states.reweight_grads(states._passed)
+        return
+    drawn = SCHEDULE.draw(KEY, 1)
+    if order == "clean pass before":
+        squares(module, BATCH)[0].backward()
+        with pytest.raises(ValueError, match="added to gradients of other passes"), states.at(drawn):
+            squares(module, BATCH)[0].backward()
+        return
+    for _ in range(2):  # micro-batches of one draw are fine
+        with states.at(drawn):
+            squares(module, BATCH)[0].backward()
+    states.reweight_grads(drawn)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_zero_grad_inside_the_block_or_zeros_before_it_are_fine(to_none):
+    module, wanted = net(), []
+    for inside in (False, True):
+        states, optimizer = SimulatedWeights.of(module), torch.optim.SGD(module.parameters(), lr=0.1)
+        squares(module, BATCH)[0].backward()  # of the step before
+        drawn = SCHEDULE.draw(KEY, 1)
+        if not inside:
+            optimizer.zero_grad(set_to_none=to_none)
+        with states.at(drawn):
+            loss = squares(module, BATCH)[0]
+            if inside:
+                optimizer.zero_grad(set_to_none=to_none)
+            loss.backward()
+        states.reweight_grads(drawn)
+        wanted.append({name: p.grad.clone() for name, p in module.named_parameters()})
+        optimizer.zero_grad()
+    assert_trees_equal(*wanted)
+
+
+def test_a_gradient_that_is_not_reweighted_is_told_at_the_next_draw():
+    module = net()
+    states = SimulatedWeights.of(module)
+    with states.at(SCHEDULE.draw(KEY, 1)), torch.no_grad():
+        squares(module, BATCH)  # an evaluation
+    with states.at(SCHEDULE.draw(KEY, 3)):
+        squares(module, BATCH)[0].backward()
+    module.zero_grad()
+    told = pytest.raises(ValueError, match="gradient of the draw before was not reweighted")
+    with told, states.at(SCHEDULE.draw(KEY, 5)):
+        raise AssertionError("the pass has begun")
+
+
+def fused(module):
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, fused=True)
+    squares(module, BATCH)[0].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def by_data(module):
+    for p in module.parameters():
+        p.data.mul_(1.5)
+
+
+@pytest.mark.parametrize("change", [fused, by_data])
+def test_a_draw_that_is_used_again_is_simulated_again(change):
+    module, start = net(), copies(net())
+    states, drawn = SimulatedWeights.of(module), SCHEDULE.draw(KEY, 1)
+    for _ in range(2):
+        want = simulate(copies(module), start, drawn, where=block_linear(module))
+        with states.at(drawn):
+            assert_trees_equal(copies(module), want)
+        change(module)
+
+
+@pytest.mark.parametrize(
+    "to", [{"dtype": torch.float64}, {"memory_format": torch.channels_last}], ids=["dtype", "layout"]
+)
+def test_a_module_that_is_converted_afterwards_holds_states_of_its_own_kind(to):
+    module = nn.Conv2d(3, 4, 3)
+    states = SimulatedWeights.of(module, where=lambda name, weight: weight.ndim == 4)
+    module.to(**to)
+    before = module.weight.dtype, module.weight.stride()
+    drawn = SCHEDULE.draw(KEY, 1)
+    with states.at(drawn):
+        assert (module.weight.dtype, module.weight.stride()) == before
+        module(torch.ones(1, 3, 4, 4, dtype=module.weight.dtype)).sum().backward()
+    assert (module.weight.grad.dtype, module.weight.grad.stride()) == before
+
+
+def test_factors_of_unknown_names_and_a_mask_without_parameters_are_told_whenever_they_come():
+    module = nn.Sequential(nn.Linear(4, 4))  # no blocks
+    states = SimulatedWeights.of(module)
+    with states.at(draw(KEY, alpha_min=0.2, drop_prob=0.0, sigma=0.1)):
+        pass
+    with pytest.raises(ValueError, match=r"where=smat_fn\.where\.never"), states.at(SCHEDULE.draw(KEY, 1)):
+        raise AssertionError("the pass has begun")
+    other = Schedule(sigma=0.1, drop_prob=0.0, period=1, factors={"ghost": 0.5}).draw(KEY, 0)
+    with pytest.raises(ValueError, match="factors of alpha name ghost"), states.at(other):
+        raise AssertionError("the pass has begun")
+    with pytest.raises(ValueError, match=r"factors of alpha must be numbers: 0\.weight tensor"):
+        Schedule(sigma=0.1, factors={"0.weight": torch.ones(())})
+
+
+def test_a_base_of_the_whole_module_serves_its_trained_parameters():
+    module = net()
+    base = copies(module)
+    module.layers[0].requires_grad_(False)
+    with SimulatedWeights.of(module, base=base).at(SCHEDULE.draw(KEY, 1)):
+        pass
+    with pytest.raises(ValueError, match="must be a torch"):
+        SimulatedWeights.of(base)
