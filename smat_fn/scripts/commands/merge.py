@@ -376,6 +376,7 @@ def on_disk(args: Merge, preset: Preset, configs: list[MergerConfig], base: Path
         experts,
         out=args.output.out,
         part=part,
+        based=any(config.based for config in configs),
         seed=args.choice.seed,
         coefs=coefs if lines is None else streaming.by_depth(base, configs, lines),
         semantics=args.choice.semantics,

@@ -162,6 +162,7 @@ def from_recipe(args: FromRecipe) -> None:
         chunk=chunk_of(args.memory_mib << 20),
         workers=args.threads,
         part=part,
+        based=found.config.based,
         **given,
     )
     for note in found.notes:

@@ -206,14 +206,14 @@ def weight_of(expert: Path) -> tuple[Path, float | None]:
 
 
 def by_name(
-    base: Path, experts: Sequence[Path] | Mapping[str, Path], fingerprint: str | None
+    base: Path, experts: Sequence[Path] | Mapping[str, Path], fingerprint: str | None, *, based: bool = True
 ) -> tuple[list[tuple[str, Path, dict[str, Any]]], list[str]]:
     """Experts as (name, path, manifest), named by NAME=, by their task or by their folder; random masks depend on it.
 
-    Args: experts: as they are given, or folders by name.
+    Args: experts: as they are given, or folders by name; based: some merger takes differences from base.
 
-    Returns: the experts, and a problem for every name that is taken and every expert of another base than the one with
-        this fingerprint.
+    Returns: the experts, and a problem for every name that is taken and, if ``based``, every trained expert of another
+        base than the one with this fingerprint.
     """
     found, problems = list[tuple[str, Path, dict[str, Any]]](), list[str]()
     for given, path in experts.items() if isinstance(experts, Mapping) else map(named, experts):
@@ -221,13 +221,31 @@ def by_name(
         name = given or manifest.get("task", folder_name(path))
         if any(name == other for other, *_ in found):
             problems.append(f"{path}: there is another expert named {name!r}: give each once, or name it: NAME={path}")
-        if fingerprint is not None and manifest.get("base_fingerprint", fingerprint) != fingerprint:
+        # an adapter adds to base, whatever the merger does
+        if fingerprint is not None and (based or is_adapter(path)) and _is_foreign(manifest, fingerprint):
             problems.append(f"{path} was trained from another base than {base}")
         found.append((name, path, manifest))
     return found, problems
 
 
-def load_inputs(base: Path, experts: Sequence[Path], *, known: Inputs | None = None, heads: bool = False) -> Inputs:
+def _is_foreign(manifest: Mapping[str, Any], fingerprint: str) -> bool:
+    """Whether an expert was trained from another base than the one with this fingerprint.
+
+    Base itself may be among the models; a merged model may be merged again, with any base.
+    """
+    if manifest.get("kind") == "merged" or manifest.get("fingerprint") == fingerprint:
+        return False
+    return bool(manifest.get("base_fingerprint", fingerprint) != fingerprint)
+
+
+def load_inputs(
+    base: Path,
+    experts: Sequence[Path],
+    *,
+    known: Inputs | None = None,
+    heads: bool = False,
+    based: bool = True,
+) -> Inputs:
     """Read a base and experts, and check all of them before anything is merged; hash base and whole experts once.
 
     Whole models of train.py are recognised by their manifests. All others are read as a merge on disk reads them:
@@ -236,6 +254,7 @@ def load_inputs(base: Path, experts: Sequence[Path], *, known: Inputs | None = N
     Args:
         known: other experts of this base, which is then not read again.
         heads: they may differ from base's, which then stand in for them.
+        based: trained experts must be of base; without it they are merged by mergers that do not read base.
     Raises: ValueError that lists every folder that cannot be read, every expert of another base, shape or dtype, or of
         other weights than its manifest names, values that are not finite, and every name that comes twice.
     """
@@ -246,7 +265,7 @@ def load_inputs(base: Path, experts: Sequence[Path], *, known: Inputs | None = N
             origin = checkpoint.load_leaves(base)[0] if manifest_of(base) else read_inputs(base, {}, notes)[0]
             tree.check_finite(origin, str(base))
     own = None if origin is None else checkpoint.fingerprint(origin) if known is None else known.print_of(origin)
-    found, others = by_name(base, experts, own)
+    found, others = by_name(base, experts, own, based=based)
     loaded: dict[str, dict[str, Tensor]] = {}
     prints = [] if origin is None or own is None else [(origin, own)]
     stand_ins: dict[str, list[str]] = {}

@@ -83,7 +83,8 @@ def merge_run(
     with errors.collected(problems):
         implied = _of_base(implied, base)
         named = {**implied, **options}.get("name")
-        inputs = load_inputs(base, experts, heads=named is not None and has_heads(named))._replace(lines=lines)
+        based, heads = any(config.based for config in configs), named is not None and has_heads(named)
+        inputs = load_inputs(base, experts, heads=heads, based=based)._replace(lines=lines)
         names, scored_by = list(inputs.experts), (search or calibration) and not early  # a suite takes long to load
         suite = common_suite(inputs, options, implied=implied, whole=True) if scored_by else None
         sources = sources_of(base, experts, inputs, seed, suite)

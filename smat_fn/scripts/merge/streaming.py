@@ -69,13 +69,15 @@ def order(
     coefs: Mapping[str, float] | None = None,
     semantics: Semantics = "paper",
     part: Part | None = None,
+    based: bool = True,
     **options: Unpack[Options],
 ) -> Order:
     """Experts by name, the same names that a merge in memory gives them, so that random masks are the same.
 
-    Raises: ValueError that lists experts of one name and experts of another base.
+    Args: based: some merger of the call takes differences from base, so that trained experts must be of base.
+    Raises: ValueError that lists experts of one name and, if ``based``, experts of another base.
     """
-    found, problems = by_name(base, experts, manifest_of(base).get("fingerprint"))
+    found, problems = by_name(base, experts, manifest_of(base).get("fingerprint"), based=based)
     errors.raise_problems(problems)
     if (template := options.get("chat_template")) is not None and "{" not in template and Path(template).is_file():
         options["chat_template"] = Path(template).read_text(encoding="utf-8")

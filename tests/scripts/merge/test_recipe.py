@@ -479,6 +479,44 @@ def test_a_seed_of_the_command_line_is_taken_before_that_of_the_file(models, tmp
     assert files[0] == (first / "model.safetensors").read_bytes() != files[1]
 
 
+def stage(folder, name, **fields):
+    """The folder that a recipe of relative names makes in ``out/NAME``."""
+    (folder / f"{name}.yml").write_text(yaml.safe_dump(fields | {"dtype": "float32"}))
+    commands.from_recipe(settings.FromRecipe(Path(f"{name}.yml"), Path("out", name)))
+    (made,) = (path for path in Path("out", name).iterdir() if path.is_dir())
+    return str(made), load_file(made / "model.safetensors")
+
+
+def test_outputs_of_earlier_merges_are_merged_again(models, tmp_path, monkeypatch):
+    """One file for each document of a mergekit-multi file; later ones name the outputs of earlier ones."""
+    for name in "BASE", "A", "B", "C":
+        (tmp_path / name).symlink_to(models / name)
+    monkeypatch.chdir(tmp_path)
+    half = {"parameters": {"weight": 0.5}}
+    one, first = stage(tmp_path, "one", merge_method="linear", models=[{"model": name} | half for name in "BA"])
+    assert one == "out/one/weighted_average"
+    a, b, c, base = (load_file(models / name / "model.safetensors") for name in ("A", "B", "C", "BASE"))
+    assert all(torch.equal(leaf, (b[path] + a[path]) / 2) for path, leaf in first.items())
+    t = {"parameters": {"t": 0.5}}
+    two, second = stage(tmp_path, "two", merge_method="slerp", base_model=one, models=[{"model": "C"}], **t)
+    for path, leaf in merge.slerp([first, c], coef=0.5, zeros=True).items():
+        torch.testing.assert_close(second[path], leaf, rtol=2e-5, atol=2e-6)
+    own = [{"model": one, "parameters": {"weight": 0.25}}, {"model": two, "parameters": {"weight": 0.75}}]
+    _, third = stage(tmp_path, "three", merge_method="linear", models=own)
+    for path, leaf in third.items():
+        torch.testing.assert_close(leaf, first[path] * 0.25 + second[path] * 0.75)
+    _, both = stage(tmp_path, "both", merge_method="slerp", base_model=one, models=[{"model": two}], **t)
+    for path, leaf in merge.slerp([first, second], coef=0.5, zeros=True).items():
+        torch.testing.assert_close(both[path], leaf, rtol=2e-5, atol=2e-6)
+    vectors = {"merge_method": "task_arithmetic", "parameters": {"weight": 0.5}}
+    for origin, start in (one, first), ("BASE", base):
+        place = Path(origin).name
+        _, found = stage(tmp_path, place, base_model=origin, models=[{"model": two}, {"model": "C"}], **vectors)
+        for path, leaf in found.items():
+            wanted = start[path] + 0.5 * (second[path] - start[path]) + 0.5 * (c[path] - start[path])
+            torch.testing.assert_close(leaf, wanted)
+
+
 OWN = {"merger": "ties", "options": {"coef": 0.3, "keep": 0.5}, "base": "BASE", "experts": {"A": "A"}}
 OWN_BAD = {
     "options is missing": {"options": ...},

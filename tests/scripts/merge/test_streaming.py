@@ -39,6 +39,7 @@ from smat_fn.scripts.merge import exporting, finished, streaming
 from smat_fn.scripts.merge.choosing import merge_one
 from smat_fn.scripts.merge.exporting import export
 from smat_fn.scripts.merge.inputs import find_inputs, load_inputs, model_names, named, weight_of
+from smat_fn.scripts.merge.merging import merge_run
 from smat_fn.scripts.merge.streaming import plan_text
 
 TA = TaskArithmetic(coef=0.4)
@@ -541,6 +542,40 @@ def test_experts_of_one_name_or_another_base_are_refused(inputs, runs, copied, t
     with pytest.raises(ValueError, match="there is another expert named") as error:
         streaming.order(base, [*experts, inputs[1][0]], out=tmp_path / "out", seed=0)
     assert f"{experts[1]} was trained from another base than {base}" in str(error.value)
+    streaming.order(base, experts, out=tmp_path / "out", seed=0, based=False)
+    (experts[1] / "manifest.json").write_text(json.dumps(manifest | {"kind": "merged"}))
+    streaming.order(base, experts, out=tmp_path / "out", seed=0)
+    own = checkpoint.load_manifest(base) | {"base_fingerprint": "0" * 64}  # merged, of models of another base
+    (base / "manifest.json").write_text(json.dumps(own))
+    streaming.order(base, {"base": base, "a": experts[0]}, out=tmp_path / "out", seed=0)
+
+
+def test_experts_of_several_bases_merge_without_a_base_alone(tmp_path):
+    """On disk and in memory; adapters add to base by any merger."""
+    torch.manual_seed(0)
+    base = {f"layers.{i}.mlp.weight": torch.randn(20, 30) for i in range(2)}
+    checkpoint.save_expert(tmp_path / "base", base, checkpoint.describe(base, kind="base"))
+    facts = {"kind": "expert", "base_fingerprint": "0" * 64}
+    whole, adapter = tmp_path / "whole", tmp_path / "adapter"
+    params = {path: leaf + 1 for path, leaf in base.items()}
+    checkpoint.save_expert(whole, params, checkpoint.describe(params, task="whole", **facts))
+    own = lora.init(random.key(0), base, rank := lora.Lora(tuple(base), rank=3, alpha=6.0))
+    own = {path: torch.randn_like(leaf) for path, leaf in own.items()}
+    lora.save_peft(adapter, own, rank, base="x", manifest=lambda: checkpoint.describe(own, task="adapter", **facts))
+
+    def merged(config, expert, out):
+        order = streaming.order(tmp_path / "base", [expert], out=out / "disk", seed=0, based=config.based)
+        list(streaming.stream_run([config], order))
+        merge_run([config], tmp_path / "base", [expert], out=out / "memory", search=False, seed=0)
+        return [stored(out / place / config.name) for place in ("disk", "memory")]
+
+    found = merged(WeightAverage(), whole, tmp_path / "out")
+    assert all(torch.equal(leaf, params[path]) for own in found for path, leaf in own.items())
+    for config, expert in (WeightAverage(), adapter), (TaskArithmetic(coef=1.0), whole):
+        with pytest.raises(ValueError, match=f"{expert} was trained from another base than"):
+            merged(config, expert, tmp_path / "none")
+        with pytest.raises(ValueError, match=f"{expert} was trained from another base than"):
+            merge_run([config], tmp_path / "base", [expert], out=tmp_path / "none", search=False, seed=0)
 
 
 def test_experts_may_be_given_names(inputs, tmp_path, monkeypatch):
