@@ -105,8 +105,9 @@ def open_inputs(
     if align is not None and not problems:
         with errors.collected(problems):
             start, found = align(start, found)
-    found, rows = fit_rows(start, found, vocabulary, options=options)
-    problems += tied + rows
+    unaligned = align is not None and bool(problems)  # rows differ because tokens could not be aligned
+    found, rows = fit_rows(start, found, vocabulary, options=options, aligned=align is not None)
+    problems += tied if unaligned else tied + rows
     wrong = fit_problems(start.leaves, "base", {folder.label: folder.leaves for folder in found.values()})
     problems += [*wrong, *(ways_out(start, found) if wrong else ())]
     return start, found

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ... import errors
 from .reading import Folder, config_of
+from .vocabulary import by_token
 
 COUNTS = "num_hidden_layers", "n_layer", "num_layers", "n_layers"  # what config.json calls the number of layers
 _PART = re.compile(r"(.+?)\[(\d+):(\d+)\](~?)(?:\+|$)")
@@ -129,18 +130,26 @@ def _origins(parts: Sequence[tuple[Folder, int, int]]) -> dict[str, tuple[Folder
 
 
 def _unlike(label: str, parts: Sequence[tuple[Folder, int, int]]) -> list[str]:
-    """Leaves outside the layers that only some parts have, and leaves of equal names and other shapes."""
+    """Leaves outside the layers that the first or the last part lacks, and leaves of equal names and other shapes.
+
+    Of parts in between nothing but layers is read, so that their vocabularies may differ.
+    """
     shapes, problems = dict[str, tuple[Tensor, Folder]](), []
-    outside = [{path for path in folder.leaves if layer_of(path) is None} for folder, *_ in parts]
-    for (folder, *_), own in zip(parts, outside, strict=True):
-        if lone := own ^ outside[0]:
-            problems.append(f"{label}: parameter {min(lone)!r} is in {parts[0][0].root} or {folder.root} alone")
+    first, last = parts[0][0], parts[-1][0]
+    outside = [{path for path in folder.leaves if layer_of(path) is None} for folder in (first, last)]
+    if lone := outside[0] ^ outside[1]:
+        problems.append(f"{label}: parameter {min(lone)!r} is in {first.root} or {last.root} alone")
+    for place, (folder, *_) in enumerate(parts):
         for path, leaf in folder.leaves.items():
-            name = found[2] if (found := layer_of(path)) else path
+            found = layer_of(path)
+            if found is None and 0 < place < len(parts) - 1:
+                continue
+            name = found[2] if found else path
             like, where = shapes.setdefault(name, (leaf, folder))
             if where is not folder and like.shape != leaf.shape:
                 sizes = f"{tuple(leaf.shape)} in {folder.root}, {tuple(like.shape)} in {where.root}"
-                problems.append(f"{label}: parameter {path!r} is {sizes}")
+                why = ": the first and the last slice must have one vocabulary" if by_token(path) and not found else ""
+                problems.append(f"{label}: parameter {path!r} is {sizes}{why}")
     return problems
 
 

@@ -72,14 +72,23 @@ def one_head(base: Folder, experts: Folders) -> tuple[Folder, Folders, list[str]
 
 
 def fit_rows(
-    base: Folder, experts: Folders, vocabulary: str, *, options: bool = True, of: str | None = None
+    base: Folder,
+    experts: Folders,
+    vocabulary: str,
+    *,
+    options: bool = True,
+    of: str | None = None,
+    aligned: bool = False,
 ) -> tuple[Folders, list[str]]:
     """Experts with base's number of rows in embeddings and heads, and the errors where that is impossible.
 
     ``base-rows`` takes an expert's first rows, as many as base has; ``pad-with-base`` does so too, and gives an expert
     with fewer rows those of base: their task vector is 0. ``error`` refuses both.
 
-    Args: options: the caller takes these, and ``tokenizer_from``; of: a name of base, which takes no such option.
+    Args:
+        options: the caller takes these, and ``tokenizer_from``.
+        of: a name of base, which takes no such option.
+        aligned: the caller has asked for ``tokenizer_from``, so that no error advises it.
     """
     if vocabulary not in get_args(Vocabulary):
         return experts, [f"vocabulary is {vocabulary!r}, must be one of {', '.join(get_args(Vocabulary))}"]
@@ -102,7 +111,7 @@ def fit_rows(
             wanted = len(base.leaves[paths[0]])
             policy = "base-rows (its first rows)" if rows > wanted else f"pad-with-base ({whose}'s rows there)"
             way = (
-                f"choose vocabulary {policy}{'' if of else ', or merge by token (tokenizer_from)'}"
+                f"choose vocabulary {policy}{'' if of or aligned else ', or merge by token (tokenizer_from)'}"
                 if options
                 else f"give it as many first, {FITTED} --vocabulary {policy.partition(' ')[0]}"
             )

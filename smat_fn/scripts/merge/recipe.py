@@ -3,7 +3,6 @@
 What a recipe asks for and no merger here does is refused by the name of its field, all of it at once.
 """
 
-import math
 import os
 from collections import abc
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,21 +18,20 @@ from ...folders import Options
 from ...folders.inputs.hub import repository_of
 from ...folders.inputs.reading import is_single
 from ...folders.inputs.stacks import parts_of, stack_of
-from .recipe_forms import plain
-from .recipe_methods import METHODS, Method
+from .recipe_forms import number_of, plain
+from .recipe_methods import METHODS
+from .recipe_problems import PARAMETERS, foreign_file, one_of, settings_problems, unknown_fields
 from .recipe_resolve import Recipe, entries, first_of, resolve
+from .recipe_templates import TEMPLATES
 from .recipe_write import OWN
 
-FIELDS = (
-    "merge_method", "base_model", "models", "slices", "parameters", "dtype", "out_dtype", "tokenizer_source",
-    "tokenizer", "chat_template", "name",
-)  # fmt: skip
 REFUSED = {"modules": "only the module default is read, with slices or models alone: give models or slices"}
-VARIANTS = {
-    "filter_wise": False,
-    "normalize_weights": True,
-    "eps": 1e-8,
-}  # mergekit's defaults; others are missing here
+SLICE = {
+    "merge_method": "all slices are merged by one method: write a file for each method, and stack what they make",
+    "base_model": "all slices have one base: give base_model once, beside slices",
+    "residual_weight": "mergekit 0.1.5 never reads it: delete it",
+}  # why a slice has no such field
+NAMED = "auto", *TEMPLATES
 DTYPES = "float32", "bfloat16", "float16", "float64"
 
 
@@ -77,17 +75,17 @@ def load(file: Path, *, into: str | None = None) -> Recipe:
     found = fields_of(file, "a recipe")
     if "merger" in found:
         return _own(found, file)
-    if "experts" in found and "merge_method" not in found:
-        raise ValueError(
-            f"{file} names experts and no merge_method: if it is a mixture of experts, merge.py moe {file}"
-        )
+    if foreign := foreign_file(found, file):
+        raise ValueError(foreign)
+    notes = list[str]()
     try:
-        found = plain(found)
+        found = plain(found, notes)
     except RecursionError:
         raise ValueError(f"{file}: an alias (*name) is a part of what it stands for (&name): leave it out") from None
     try:
         errors.raise_problems(list(_problems(found)))
-        return resolve(found, inside=into is not None)
+        recipe = resolve(found, inside=into is not None)
+        return recipe._replace(notes=(*notes, *recipe.notes))
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
 
@@ -99,17 +97,20 @@ def _problems(found: Mapping[str, Any]) -> Iterator[str]:
             continue  # as in a configuration that was written with its defaults
         if name in REFUSED:
             yield f"{name} is not supported: {REFUSED[name]}"
-        elif name not in FIELDS:
-            yield f"{name} is not a field of a recipe: they are {', '.join(FIELDS)}"
+    yield from unknown_fields(name for name in found if name not in REFUSED)
     method = METHODS.get(str(found.get("merge_method")))
-    if method is None:
-        yield f"merge_method is {found.get('merge_method')!r}, must be one of {', '.join(METHODS)}"
+    if found.get("merge_method") is None:
+        yield f"merge_method is missing: give one of {', '.join(METHODS)}"
+    elif method is None:
+        yield f"merge_method is {found['merge_method']!r}: {one_of(str(found['merge_method']), METHODS)}"
     for name in ("dtype", "out_dtype"):
         if found.get(name) not in (None, *DTYPES):
-            yield f"{name} is {found[name]!r}, must be one of {', '.join(DTYPES)}"
+            yield f"{name} is {found[name]!r}: {one_of(str(found[name]), DTYPES)}"
     yield from _beside_problems(found)
-    if bool(found.get("models")) == bool(found.get("slices")):
-        yield "models or slices must be given, but not both"
+    if found.get("models") and found.get("slices"):
+        yield "models and slices are both given: leave one out"
+    elif not (found.get("models") or found.get("slices") or found.get("modules")):
+        yield "models is missing: list the models to merge, or slices of them"
     origin = found.get("base_model")
     if not (origin is None or isinstance(origin, str)) or "+" in str(origin):
         yield f"base_model is {origin!r}: must be a folder or a hub name; merge.py export writes one of an adapter"
@@ -119,18 +120,17 @@ def _problems(found: Mapping[str, Any]) -> Iterator[str]:
     if not isinstance(slices, list) or any(not isinstance(part, dict) for part in slices):
         yield "slices must be a list of slices, each with sources"
         slices = []
-    for part in slices:
-        yield from (f"slices.{name} is not supported" for name in part if name not in ("sources", "parameters"))
+    for name in dict.fromkeys(name for part in slices for name in part if name not in ("sources", "parameters")):
+        yield f"slices.{name} is not supported: {SLICE.get(name, 'a slice has sources and parameters, delete it')}"
     parts: list[Mapping[str, Any]] = [{"slices": [part]} for part in slices]
     parts += [found] if found.get("models") else []
     if any(not list(entries(part)) for part in parts):
         yield "models, and sources of every slice, must be lists of models"
     adapted = first_of(found) if origin is None and not (method and method.based) else origin
     for place, entry in enumerate(entries(found)):
-        yield from _entry_problems(place, entry, adapted, method, sliced=bool(slices))
-    own = () if method is None else (*method.per_model, *method.shared)
-    for scope in (found.get("parameters"), *(part.get("parameters") for part in slices)):
-        yield from _scope_problems(scope, own, "", method is None)
+        yield from _entry_problems(place, entry, adapted, sliced=bool(slices))
+    yield from _misplaced(list(entries(found)))
+    yield from settings_problems(found, method)
 
 
 def _beside_problems(found: Mapping[str, Any]) -> Iterator[str]:
@@ -146,8 +146,8 @@ def _beside_problems(found: Mapping[str, Any]) -> Iterator[str]:
     if source is not None and not isinstance(source, str):
         yield f"tokenizer_source is {source!r}: must be base, union or a model"
     template = found.get("chat_template")
-    if template is not None and (not isinstance(template, str) or (template != "auto" and "{" not in template)):
-        yield f"chat_template is {template!r}: must be auto or a template, not the name of one of mergekit's"
+    if template is not None and not (isinstance(template, str) and ("{" in template or template in NAMED)):
+        yield f"chat_template is {template!r}: must be a template in Jinja, or one of {', '.join(NAMED)}"
 
 
 def _token_problems(given: Mapping[str, Any]) -> Iterator[str]:
@@ -177,75 +177,38 @@ def _token_problems(given: Mapping[str, Any]) -> Iterator[str]:
             yield f"{label}.source is {source!r}: must be a model, or have kind"
 
 
-def _entry_problems(place: int, entry: Any, adapted: Any, method: Method | None, *, sliced: bool) -> Iterator[str]:
+def _entry_problems(place: int, entry: Any, adapted: Any, *, sliced: bool) -> Iterator[str]:
     if not isinstance(entry, dict) or not isinstance(entry.get("model"), str):
         yield f"model {place} is {entry!r}: must have model, a folder or a hub name"
         return
-    ref = entry["model"]
-    for name in entry.keys() - {"model", "parameters", "layer_range"}:
-        yield f"{name} of model {ref} is not supported"
-    layers = entry.get("layer_range")
+    ref, layers = entry["model"], entry.get("layer_range")
     if sliced and not (isinstance(layers, list) and len(layers) == 2 and all(type(layer) is int for layer in layers)):
         yield f"layer_range of model {ref} is {layers!r}: must be two numbers, [first, last + 1]"
     if "+" in ref and ref.partition("+")[0] != adapted:
         yield f"model {ref}: an adapter must be of base_model, else of the first model: merge.py export applies others"
-    own = () if method is None else method.per_model
-    yield from _scope_problems(entry.get("parameters"), own, f" of model {ref}", method is None)
 
 
-def _scope_problems(scope: Any, known: Sequence[str], whose: str, every: bool) -> Iterator[str]:
-    if scope is not None and not isinstance(scope, dict):
-        yield f"parameters{whose} is {scope!r}: must be parameters by name"
-        return
-    for name, value in (scope or {}).items():
-        if name in VARIANTS and value == VARIANTS[name]:
-            continue
-        if name not in (*known, "int8_mask") and not every:
-            has = f"which has {', '.join(known)}" if known else "which has none"
-            way = f"only {VARIANTS[name]} is implemented" if name in VARIANTS else "leave out what it does not have"
-            yield f"parameters.{name}{whose} is not supported with this merge_method, {has}: {way}"
+def _misplaced(found: Sequence[Any]) -> Iterator[str]:
+    """Fields beside ``model`` that have another place, each once."""
+    where = dict[str, list[str]]()
+    for entry in found:
+        for name in entry if isinstance(entry, dict) and isinstance(entry.get("model"), str) else ():
+            if name not in ("model", "parameters", "layer_range"):
+                where.setdefault(name, []).append(entry["model"])
+    for name, refs in where.items():
+        whose = f"{name} stands beside model {' and '.join(dict.fromkeys(refs))}"
+        if name == "revision":
+            yield f"{whose}: write model: {refs[0]}@REVISION"
+        elif name in PARAMETERS:
+            yield f"{whose}: put it under parameters there"
         else:
-            yield from _setting_problems(f"parameters.{name}{whose}", value)
-
-
-def _setting_problems(label: str, value: Any) -> Iterator[str]:
-    if _is_scalar(value):
-        try:
-            finite = math.isfinite(float(value))
-        except ValueError:
-            finite = False
-        if isinstance(value, str) and value.lower() in ("true", "false"):
-            yield f"{label} is the text {value!r}: write {value.lower()} without quotes"
-        elif not finite:
-            yield f"{label} is {value!r}: must be a finite number"
-    elif isinstance(value, dict):
-        if "value" not in value or value.keys() - {"value", "filter"}:
-            yield f"{label} holds {value!r}: must have value, and may have filter"
-        elif not isinstance(value.get("filter", ""), str | None):
-            yield f"{label} has the filter {value['filter']!r}: must be a part of a leaf's name"
-        elif not isinstance(value["value"], list) and not _is_scalar(value["value"]):
-            yield f"{label} has the value {value['value']!r}: must be a number, or a list of numbers"
-        else:
-            yield from _setting_problems(label, value["value"])
-    elif isinstance(value, list) and value:
-        if any(isinstance(entry, dict) for entry in value) and not all(isinstance(entry, dict) for entry in value):
-            yield f"{label} mixes numbers and filters"
-        elif not all(isinstance(entry, dict) or _is_scalar(entry) for entry in value):
-            yield f"{label} is {value!r}: must be a number, a list of numbers, or filters with values"
-            return
-        for entry in value:
-            yield from _setting_problems(label, entry)
-    else:
-        yield f"{label} is {value!r}: must be a number, a list of numbers, or filters with values"
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, (bool, int, float, str))
+            yield f"{whose}, which has model, parameters and layer_range: delete it"
 
 
 def _own(found: Mapping[str, Any], file: Path) -> Recipe:
     """A file that `written` gave."""
     known = {merger.name: merger for merger in (*MERGERS, *MORE_MERGERS)}
+    found = dict(found) | {name: number_of(found[name]) for name in ("coef", "options") if name in found}
     kinds = {**get_type_hints(Options), "base": str, "experts": Mapping[str, str], "options": Mapping[str, Any]}
     kinds |= {"seed": int, "semantics": Semantics}
     problems = [

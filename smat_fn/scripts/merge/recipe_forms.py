@@ -1,31 +1,56 @@
 """Forms in which mergekit itself writes recipes, into model cards and as the result of a search."""
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
-def plain(found: Mapping[str, Any]) -> dict[str, Any]:
+
+def number_of(found: Any) -> Any:
+    """A value with numbers for ``1e-8``, which PyYAML reads as text since the number has no point."""
+    if isinstance(found, str) and _NUMBER.fullmatch(found):
+        return float(found)
+    if isinstance(found, dict):
+        return {name: number_of(value) for name, value in found.items()}
+    return [number_of(value) for value in found] if isinstance(found, list) else found
+
+
+def plain(found: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
     """A recipe whose models are strings, and the slices or models of its one module in their usual place.
 
-    What has another form stays as it is.
+    What has another form stays as it is. Appends to ``notes`` which revisions of folders are left out.
     """
     out = dict(found)
     modules = out.get("modules")
     if isinstance(modules, dict) and modules.keys() == {"default"} and _is_lifted(own := modules["default"], out):
         out = {name: value for name, value in out.items() if name != "modules"} | own
-    return {name: _plain(value, name) for name, value in out.items()}
+    return {name: _plain(value, notes, name) for name, value in out.items()}
 
 
 def _is_lifted(own: Any, found: Mapping[str, Any]) -> bool:
     return isinstance(own, dict) and own.keys() in ({"slices"}, {"models"}) and not own.keys() & found.keys()
 
 
-def _plain(value: Any, name: str = "") -> Any:
+def _plain(value: Any, notes: list[str], name: str = "") -> Any:
     if name in ("base_model", "model", "source", "tokenizer_source"):
         value = _reference(value)
+        if isinstance(value, str):
+            return "+".join(_without_revision(part, notes) for part in value.split("+"))
     if isinstance(value, dict) and name != "parameters":
-        return {key: _plain(entry, str(key)) for key, entry in value.items()}
-    return [_plain(entry) for entry in value] if isinstance(value, list) else value
+        return {key: _plain(entry, notes, str(key)) for key, entry in value.items()}
+    return [_plain(entry, notes) for entry in value] if isinstance(value, list) else value
+
+
+def _without_revision(ref: str, notes: list[str]) -> str:
+    """A folder without the revision that mergekit reads from hub repositories alone."""
+    folder, at, revision = ref.rpartition("@")
+    if not at or Path(ref).exists() or not Path(folder).is_dir():
+        return ref
+    note = f"{ref}: {folder} is a folder, which has no revisions: @{revision} is ignored"
+    notes += [] if note in notes else [note]
+    return folder
 
 
 def _reference(found: Any) -> Any:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+from ... import random
 from ...config import (
     ArceeFusion,
     Breadcrumbs,
@@ -98,9 +99,38 @@ def _della(found: Resolved, *, elect: bool) -> MergerConfig:
     return Della(coef=1.0, drop_prob=0.0, window=0.0, aggregate=found.aggregate(mean=elect), elect=elect, **own)
 
 
+def values_of(rules: float | dict[str, float]) -> Collection[float]:
+    """The values of a parameter: one, or those by leaf."""
+    return rules.values() if isinstance(rules, dict) else [rules]
+
+
 def _dare(found: Resolved, *, elect: bool) -> MergerConfig:
+    """Raises: ValueError for changes that are not rescaled but averaged."""
     own: Any = {"weights": found.of("weight"), "densities": found.of_all("density", 1.0), "rescale": True}
+    few = [name for name, rules in own["densities"].items() if any(density < 1 for density in values_of(rules))]
+    if few and not found.flag("rescale", True):
+        if found.flag("normalize", False):
+            raise ValueError(
+                f"parameters.rescale and normalize: with a density below 1 for {' and '.join(few)} averages are "
+                "implemented with rescale: true alone: leave out one of them"
+            )
+        # the merger divides what it keeps by the probability of keeping it: weights undo that
+        own |= {"rescale": False, "weights": {name: _undivided(found, name) for name in found.names}}
     return (DareTies if elect else Dare)(coef=1.0, drop_prob=0.0, aggregate=found.aggregate(mean=False), **own)
+
+
+def _undivided(found: Resolved, name: str) -> float | dict[str, float]:
+    """An expert's weights times its keep probabilities, multiples of 1/65536 as they are drawn."""
+    rules = [found.of_all(parameter, 1.0)[name] for parameter in ("weight", "density")]
+
+    def at(path: str) -> float:
+        weight, density = (coef_of(path, own) for own in rules)
+        return float(weight * (1 - int(random.threshold(1 - density)) / 65536 if density else 0.0))
+
+    if not any(isinstance(own, dict) for own in rules):
+        return at("")
+    values = {glob.escape(path): at(path) for path in found.paths}
+    return values | {"*": next(reversed(values.values()))}
 
 
 def _ties(found: Resolved) -> MergerConfig:

@@ -13,7 +13,8 @@ from ...folders.inputs.beside import TOKENIZER, files_of
 from ...folders.inputs.hub import header_problems, local_folder, unavailable
 from ...folders.inputs.opening import key_of, open_input
 from ...folders.inputs.stacks import Part, is_first, layer_of, layers_of, stack_of
-from .recipe_methods import METHODS, Method, Resolved, nuslerp_alone
+from .recipe_methods import METHODS, Method, Resolved, nuslerp_alone, values_of
+from .recipe_templates import NOTES, TEMPLATES
 from .recipe_write import folder_name
 
 DEFAULTS = {"weight": 1.0, "density": 1.0, "gamma": 0.01, "epsilon": 0.15, "scale": 1.0}  # mergekit's, of some leaves
@@ -83,7 +84,7 @@ def resolve(found: Mapping[str, Any], *, inside: bool = False) -> Recipe:
     start = open_input("base", base)
     paths = [path for path, leaf in start.leaves.items() if leaf.is_floating_point()]
     resolver = _Resolver(_whole_spots(paths) if whole else _spots(paths, slices), slices, found.get("parameters") or {})
-    resolved = _resolved(method, names, resolver)
+    resolved = _resolved(found["merge_method"], names, resolver)
     coef: Any = None
     if alone:
         config, coef = nuslerp_alone(resolved)
@@ -101,6 +102,8 @@ def resolve(found: Mapping[str, Any], *, inside: bool = False) -> Recipe:
     notes: tuple[str, ...] = ()
     if _asks_int8_mask(found, slices):
         notes += ("int8_mask is ignored: masks take no memory here",)
+    if note := NOTES.get(str(found.get("chat_template"))):
+        notes += (note,)
     if slices[-1].tail:
         few = " and ".join(name_of(source.ref) for source in slices[-1].experts if source.absent)
         notes += (f"the last norm and the head are merged without {few}, as in mergekit: slices[0] has fewer models",)
@@ -279,9 +282,9 @@ def _spots(paths: Iterable[str], slices: Sequence[Slice]) -> dict[str, Spot]:
     return {path: spot(path) for path in paths}
 
 
-def _resolved(method: Method, names: list[str], resolver: "_Resolver") -> Resolved:
+def _resolved(called: str, names: list[str], resolver: "_Resolver") -> Resolved:
     """Every parameter of a method; problems of all of them at once."""
-    problems, per_model = list[str](), dict[str, dict[str, Any]]()
+    method, problems, per_model = METHODS[called], list[str](), dict[str, dict[str, Any]]()
     for name in method.per_model:
         for slot, model in enumerate(names):
             with errors.collected(problems):
@@ -293,11 +296,17 @@ def _resolved(method: Method, names: list[str], resolver: "_Resolver") -> Resolv
         if name != method.gamma:
             value = resolver.rules(name, None, None if name in method.required else ...)
             if isinstance(value, dict):
-                problems.append(f"parameters.{name} differs by leaf: give one value")
+                problems.append(f"parameters.{name} differs by parameter: give one value")
             elif value is not ...:
                 shared[name] = value
-    if not shared.get("rescale", True) and method.drops:
-        problems.append("parameters.rescale: what is dropped at random is always rescaled here, leave it out")
+    if not shared.get("rescale", True) and method.drops and "epsilon" in method.per_model:
+        dense = per_model.get("density", {})
+        few = [name for name in dense if any(value < 1 for value in values_of(dense[name]))]
+        if few:
+            problems.append(
+                f"parameters.rescale is false, with a density below 1 for {' and '.join(few)}: what {called} drops at "
+                "random is always rescaled here, leave it out"
+            )
     errors.raise_problems(problems)
     return Resolved(names, per_model, shared, resolver.spots)
 
@@ -320,7 +329,7 @@ class _Resolver:
             return next(iter(values.values()))
         if ... in values.values():
             if name not in DEFAULTS:
-                raise ValueError(f"parameters.{name} is given for some leaves only: end its filters with a value")
+                raise ValueError(f"parameters.{name} is given for some parameters only: end its filters with a value")
             values = {path: DEFAULTS[name] if value is ... else value for path, value in values.items()}
         rules = {glob.escape(path): value for path, value in values.items()}
         return rules if every else rules | {"*": next(reversed(values.values()))}
@@ -387,7 +396,7 @@ def _beside(found: Mapping[str, Any], origin: str, root: Path, names: Mapping[st
         "pad_to_multiple_of": (given or {}).get("pad_to_multiple_of"),
         "config_from": None if here == root else own,
         "tokenizer_from": source,
-        "chat_template": found.get("chat_template"),
+        "chat_template": TEMPLATES.get(str(found.get("chat_template")), found.get("chat_template")),
         "token_rows": None if source is None else rows,
     }
     return {name: value for name, value in asked.items() if value is not None}
@@ -407,7 +416,7 @@ def _token(entry: Mapping[str, Any], named: Callable[[str], str]) -> dict[str, A
 
 def _asks_int8_mask(found: Mapping[str, Any], slices: Sequence[Slice]) -> bool:
     own = [scope for part in slices for scope in (part.parameters, *(source.own for source in part.experts))]
-    return any(scope.get("int8_mask") for scope in (found.get("parameters") or {}, *own))
+    return any(scope.get("int8_mask") for scope in (found, found.get("parameters") or {}, *own))
 
 
 def _path(ref: str) -> Path:

@@ -1,6 +1,7 @@
 """Writes golden/recipes.safetensors: what mergekit 0.1.5 makes of the recipes in golden/recipes.yml, on tiny models.
 
-Beside it golden/tokens.json holds the tokenizers that it made, as tokens by id, and the chat templates.
+Beside it golden/tokens.json holds the tokenizers that it made, as tokens by id, and the chat templates, and
+golden/templates.json what its own chat templates make of conversations.
 
     pip install torch==2.13.0 && pip install mergekit==0.1.5 && python make_recipes.py
 
@@ -152,6 +153,33 @@ def draw_alike():
     sys.modules[Merge.__module__].sparsify = sparse
 
 
+CONVERSATIONS = (
+    ("system", "Be brief. "), ("user", " Hi\nthere\n"), ("assistant", "Hello. "), ("user", "Why?"), ("assistant", "é"),
+)  # fmt: skip
+
+
+def rendered():
+    """What mergekit's chat templates make of conversations, by name; None for an error."""
+    from importlib.resources import files
+
+    from mergekit._data import chat_templates
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    found = {}
+    for name in "chatml", "llama3", "alpaca", "mistral":
+        text = files(chat_templates).joinpath(f"{name}.jinja").read_text()
+        for start, stop in (0, 4), (0, 5), (1, 2), (1, 4), (0, 1), (2, 4):
+            messages = [{"role": role, "content": content} for role, content in CONVERSATIONS[start:stop]]
+            for prompt in False, True:
+                asked = {"add_generation_prompt": prompt, "bos_token": "<s>", "eos_token": "</s>"}
+                try:
+                    made = render_jinja_template([messages], chat_template=text, **asked)[0][0]
+                except Exception:
+                    made = None
+                found.setdefault(name, []).append({"messages": messages, "prompt": prompt, "text": made})
+    return found
+
+
 def main():
     from mergekit.config import MergeConfiguration
     from mergekit.merge import run_merge
@@ -173,6 +201,7 @@ def main():
             if (folder / name / "tokenizer.json").exists():
                 tokenizer = AutoTokenizer.from_pretrained(folder / name)
                 tokens[name] = {"ids": tokenizer.get_vocab(), "chat_template": tokenizer.chat_template}
+    (HERE / "templates.json").write_text(json.dumps(rendered(), indent=1, ensure_ascii=False) + "\n")
     save_file(out, HERE / "recipes.safetensors")
     (HERE / "tokens.json").write_text(json.dumps(tokens, indent=1, sort_keys=True) + "\n")
 

@@ -97,7 +97,7 @@ def test_a_recipe_is_what_mergekit_makes_of_it(name, made_of, golden):
 REPEATED = (
     "ties-gradients", "della", "slerp-gradient-slices", "linear-filters", "breadcrumbs", "passthrough-of-another-base",
     "slices-linear-unequal", "slices-karcher-unequal", "slices-growing", "tokens",
-    "slices-ramplus-unequal", "nearswap",
+    "slices-ramplus-unequal", "nearswap", "dare-linear-not-rescaled",
     "tokenizer-union-mean", "tokenizer-of-a-model",
 )  # fmt: skip
 
@@ -148,7 +148,7 @@ BAD = {
         },
     },
     "tokenizer_source": "base",
-    "chat_template": "chatml",
+    "chat_template": "exaone",
     "dtype": "int8",
     "colour": 1,
     "slices": [
@@ -160,10 +160,8 @@ BAD = {
 NAMED = (
     "modules is not supported", "tokenizer.pad_to_multiple_of is 0", "tokens.t3.force is 1", "tokens.t4 is {'sources'",
     "tokens.t5.source is", "tokens.t6.source is 5", "tokenizer.width is not supported",
-    "tokenizer and tokenizer_source are both", "chat_template is 'chatml'", "dtype is 'int8', must be one of ",
-    "colour is not a field",
-    "merge_method is 'evolve', must be one of linear, ",
-    "slices.residual_weight", "'much'", "weight of model C+ADAPTER mixes",
+    "tokenizer and tokenizer_source are both", "chat_template is 'exaone'", "dtype is 'int8'", "colour is not a field",
+    "merge_method is 'evolve'", "slices.residual_weight", "'much'", "weight of model C+ADAPTER mixes",
     "model C+ADAPTER: an adapter must be of base_model", "layer_range of model C+ADAPTER is [2]",
     "sources of every slice, must be",
 )  # fmt: skip
@@ -192,20 +190,23 @@ REFUSALS = {
     "has the filter [0]": SHARED | {"parameters": {"density": {"filter": [0], "value": 1}}},
     "has the value {'value': 1}": SHARED | {"parameters": {"density": {"value": {"value": 1}}}},
     "is [[0]]: must be a number, a list of numbers": SHARED | {"parameters": {"density": [[0]]}},
-    "parameters.filter_wise is not supported with this merge_method, which has none: only False is implemented": {
+    "parameters.filter_wise: model_stock is implemented with filter_wise False alone: delete it": {
         "merge_method": "model_stock",
         "base_model": "BASE",
         "models": [{"model": "A"}, {"model": "B"}],
         "parameters": {"filter_wise": True},
     },
-    "parameters.gamma is not supported with": SHARED | {"parameters": {"gamma": 0.1}},
+    "parameters.gamma: ties has no gamma (it has weight, density, normalize, rescale, lambda), and mergekit ignores "
+    "it: delete it": SHARED | {"parameters": {"gamma": 0.1}},
     "parameters.weight is missing for A": SHARED | {"models": [{"model": "A"}]},
-    "parameters.normalize differs by leaf": SHARED
+    "parameters.normalize differs by parameter": SHARED
     | {"parameters": {"normalize": [{"filter": "mlp", "value": True}, {"value": False}]}},
-    "parameters.rescale: what is dropped at random": SHARED
-    | {"merge_method": "della", "parameters": {"rescale": False}},
-    "at random is always rescaled": SHARED | {"merge_method": "dare_linear", "parameters": {"rescale": False}},
-    "is always rescaled here, leave it out": SHARED | {"merge_method": "dare_ties", "parameters": {"rescale": 0.0}},
+    "parameters.rescale is false, with a density below 1 for A: what della drops": SHARED
+    | {"merge_method": "della", "parameters": {"rescale": False, "density": [0.5, 1], "epsilon": 0.1}},
+    "parameters.rescale is false, with a density below 1 for A: what della_linear drops": SHARED
+    | {"merge_method": "della_linear", "parameters": {"rescale": 0.0, "density": 0.5}},
+    "parameters.rescale and normalize: with a density below 1 for A averages": SHARED
+    | {"merge_method": "dare_linear", "parameters": {"rescale": False, "normalize": True, "density": 0.5}},
     "layer_range of A is [3, 9]: it has layers [0, 4]": SLICED
     | {"slices": [{"sources": [{"model": "A", "layer_range": [3, 9]}]}]},
     "slices[0] lacks base_model": SLICED
@@ -261,7 +262,7 @@ REFUSALS = {
     },
     "parameters.t is missing": SLICED | NEAR,
     "parameters.t of nearswap is 1e-07: give 0.000001 or more": SLICED | NEAR | {"parameters": {"t": 1e-7}},
-    "parameters.t differs by leaf": SLICED | NEAR | {"parameters": {"t": [0.1, 0.2]}},
+    "parameters.t differs by parameter": SLICED | NEAR | {"parameters": {"t": [0.1, 0.2]}},
     "parameters.max_iter is 2.5: must be a whole number": {
         "merge_method": "karcher",
         "models": [{"model": "A"}, {"model": "B"}],
@@ -275,7 +276,39 @@ REFUSALS = {
     },
     "/A': must be a folder or a hub name; merge.py export writes one of an adapter": SHARED | {"base_model": "BASE+A"},
     "base_model is missing": {"merge_method": "ties", "models": SHARED["models"]},
-    "models or slices must be given": {"merge_method": "linear"},
+    "models is missing: list the models to merge, or slices of them": {"merge_method": "linear"},
+    "models and slices are both given: leave one out": SHARED | {"slices": [ONE]},
+    "merge_method is missing: give one of linear": {"models": SHARED["models"]},
+    "merge_method is 'Tie': did you mean ties?": SHARED | {"merge_method": "Tie"},
+    "dtype is 'bfloat16`': did you mean bfloat16?": SHARED | {"dtype": "bfloat16`"},
+    "dype is not a field of a recipe: did you mean dtype?": SHARED | {"dype": "float32"},
+    "select_topk is a parameter: put it under parameters": SHARED | {"select_topk": 0.5},
+    "pad_to_multiple_of is a field of tokenizer: put it there": SHARED | {"pad_to_multiple_of": 8},
+    "colour, out_path are not fields of a recipe, which has merge_method, base_model": SHARED
+    | {"out_path": "x", "colour": 1},
+    "parameters.densty is not a parameter of ties: did you mean density?": SHARED | {"parameters": {"densty": 1}},
+    "parameters.lambda of model": SHARED | {"models": [{"model": "A", "parameters": {"weight": 1, "lambda": 1}}]},
+    "lambda is one of the whole merge: put it under parameters beside merge_method": SHARED
+    | {"models": [{"model": "A", "parameters": {"weight": 1, "lambda": 1}}]},
+    "/B: slerp has no weight (it has t), and mergekit ignores it: delete it": {
+        "merge_method": "slerp",
+        "base_model": "A",
+        "models": [{"model": name, "parameters": {"weight": 1}} for name in "AB"],
+        "parameters": {"t": 0.5},
+    },
+    "weight stands beside model": SHARED | {"models": [{"model": "A", "weight": 1}]},
+    "/A: put it under parameters there": SHARED | {"models": [{"model": "A", "weight": 1}]},
+    "@REVISION": SHARED | {"models": [{"model": "A", "revision": "dpo"}]},
+    "/A, which has model, parameters and layer_range: delete it": SHARED | {"models": [{"model": "A", "colour": 1}]},
+    "slices.merge_method is not supported: all slices are merged by one method: write a file for each": SLICED
+    | {"slices": [ONE | {"merge_method": "slerp"}]},
+    "slices.base_model is not supported: all slices have one base": SLICED | {"slices": [ONE | {"base_model": "A"}]},
+    "bad.yml describes a mixture of experts: run merge.py moe": {
+        "merge_method": "moe",
+        "base_model": "A",
+        "experts": [],
+    },
+    "bad.yml is a search of mergekit-evolve (genome), not a merge": {"genome": {"models": ["A"]}, "tasks": []},
     "cannot be read as YAML": "models: [",
     "holds several documents: write each to its own file": "name: first\n---\nmerge_method: slerp\n",
     "models have equal names among": SHARED | {"models": [{"model": "A"}, {"model": "B/../A"}]},
@@ -342,6 +375,98 @@ def test_folders_of_one_name_and_words_that_change_nothing(models, tmp_path):
         torch.testing.assert_close(leaf, (a[path] + 3 * b[path]) / 4)
     assert [*checkpoint.load_manifest(made)["experts"]] == ["one-ck", "two-ck"]
     assert json.loads((made / "tokenizer_config.json").read_text())["chat_template"] == make_recipes.TEMPLATES["B"]
+
+
+def told(recipe, tmp_path):
+    """The error for a recipe."""
+    (tmp_path / "bad.yml").write_text(yaml.safe_dump(recipe))
+    with pytest.raises(ValueError, match=r"bad\.yml") as error:
+        load(tmp_path / "bad.yml")
+    return str(error.value)
+
+
+def test_each_problem_of_a_recipe_is_told_once(tmp_path):
+    own = [{"model": name, "weight": 1, "parameters": {"weight": 1}} for name in "ABC"]
+    text = told({"merge_method": "model_stock", "base_model": "BASE", "models": own, "a": 1, "b": 2}, tmp_path)
+    assert text.count("model_stock has no weight, and mergekit ignores it: delete it") == 1
+    assert "parameters.weight of model A and B and C: model_stock has no weight" in text
+    assert text.count("weight stands beside model A and B and C: put it under parameters there") == 1
+    assert text.count("tokenizer_source") == 1  # the list of all fields
+    modules = told({"merge_method": "linear", "modules": {"text": {"models": own}}}, tmp_path)
+    assert "models is missing" not in modules
+
+
+@pytest.mark.parametrize("text", ["1e-8", "1.0e-8", "0.00000001"])
+def test_numbers_without_a_point_are_numbers(text, models, tmp_path):
+    """PyYAML reads 1e-8 as text."""
+    recipe = f"merge_method: multislerp\nbase_model: {models / 'BASE'}\nparameters: {{weight: 1e-1, eps: {text}}}\n"
+    (tmp_path / "asked.yml").write_text(recipe + f"models: [{{model: {models / 'A'}}}, {{model: {models / 'B'}}}]\n")
+    assert load(tmp_path / "asked.yml").config.weights == (0.1, 0.1)
+    asked = {"merge_method": "nearswap", "base_model": "BASE", "models": [{"model": "A"}], "parameters": {"t": 0.5}}
+    file = merged(asked, models, tmp_path) / RECIPE
+    file.write_text(file.read_text().replace("t: 0.5", "t: 2e-5"))
+    assert load(file).config.t == 2e-5
+
+
+def test_int8_mask_is_ignored_beside_merge_method_too(models, tmp_path):
+    (tmp_path / "asked.yml").write_text(yaml.safe_dump(make_recipes.at(SHARED | {"int8_mask": True}, models)))
+    assert load(tmp_path / "asked.yml").notes == ("int8_mask is ignored: masks take no memory here",)
+
+
+def test_a_revision_of_a_folder_is_ignored_with_a_note(models, tmp_path, monkeypatch):
+    monkeypatch.chdir(models)
+    own = [{"model": {"model": {"path": "A", "revision": "v1"}}, "parameters": {"weight": 1}}]
+    (tmp_path / "asked.yml").write_text(yaml.safe_dump(SHARED | {"base_model": "BASE@main", "models": own}))
+    found = load(tmp_path / "asked.yml")
+    assert (found.base, found.experts) == (Path("BASE"), {"A": Path("A")})
+    wanted = "BASE is a folder, which has no revisions: @main is ignored", "A is a folder, which has no revisions: @v1"
+    assert [text in note for text, note in zip(wanted, found.notes, strict=True)] == [True, True]
+    assert [note.partition(":")[0] for note in found.notes] == ["BASE@main", "A@v1"]
+
+
+TEMPLATES_TOLD = json.loads((GOLDEN / "templates.json").read_text())
+
+
+@pytest.mark.parametrize("name", TEMPLATES_TOLD)
+def test_named_chat_templates_render_the_text_of_mergekit(name, models, tmp_path):
+    recipe = {"merge_method": "passthrough", "models": [{"model": "A"}], "chat_template": name}
+    made = merged(recipe, models, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(made)
+    for case in TEMPLATES_TOLD[name]:
+        asked = {"tokenize": False, "add_generation_prompt": case["prompt"]}
+        if case["text"] is None:
+            with pytest.raises(Exception, match="alternate"):
+                tokenizer.apply_chat_template(case["messages"], **asked)
+        else:
+            assert tokenizer.apply_chat_template(case["messages"], **asked) == case["text"]
+    commands.from_recipe(settings.FromRecipe(made / RECIPE, tmp_path / "again"))
+    assert (tmp_path / "again" / made.name / RECIPE).read_bytes() == (made / RECIPE).read_bytes()
+
+
+def test_what_a_named_chat_template_does_otherwise_than_its_vendor_is_told(models, tmp_path):
+    for name, text in {"chatml": "", "llama3": "line break after every <|eot_id|>", "alpaca": "no line break"}.items():
+        recipe = {"merge_method": "passthrough", "models": [{"model": "A"}], "chat_template": name}
+        (tmp_path / "asked.yml").write_text(yaml.safe_dump(make_recipes.at(recipe, models)))
+        notes = load(tmp_path / "asked.yml").notes
+        assert notes == () if not text else text in notes[0]
+
+
+def test_layers_of_models_with_other_vocabularies_are_stacked_between_those_of_one(models, tmp_path):
+    """As mergekit, which reads the embeddings of the first slice, the norm and the head of the last one."""
+
+    def stack(*names):
+        own = [{"sources": [{"model": name, "layer_range": [i, i + 1]}]} for i, name in enumerate(names)]
+        return {"merge_method": "passthrough", "dtype": "float32", "slices": own}
+
+    made = merged(stack("A", "B_OTHER_VOCABULARY", "A"), models, tmp_path)
+    a, b = (load_file(models / name / "model.safetensors") for name in ("A", "B_OTHER_VOCABULARY"))
+    for path, leaf in load_file(made / "model.safetensors").items():
+        assert torch.equal(leaf, (b if ".layers.1." in path else a)[path])
+    assert json.loads((made / "config.json").read_text())["vocab_size"] == make_recipes.ROWS
+    assert not any(AutoModelForCausalLM.from_pretrained(made, output_loading_info=True)[1].values())
+    (tmp_path / "bad").mkdir()
+    with pytest.raises(ValueError, match="the first and the last slice must have one vocabulary"):
+        merged(stack("A", "B", "B_OTHER_VOCABULARY"), models, tmp_path / "bad")
 
 
 def test_slices_may_list_the_models_in_any_order(models, tmp_path):
