@@ -5,6 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ... import errors
@@ -16,9 +17,9 @@ from .hub import header_problems, local_folder, unavailable
 from .inside import inside
 from .kinship import strangers
 from .naming import Naming, namings
-from .reading import PIPELINE, Folder, open_folder
+from .reading import PIPELINE, Folder, Read, open_folder
 from .spare import with_bases
-from .stacks import parts_of, stacked
+from .stacks import adapted_by, parts_of, stacked
 from .towers import fitted, prefix_of
 from .vocabulary import HEAD, fit_rows, one_head, tokenizer_notes
 
@@ -167,9 +168,26 @@ def open_input(label: str, path: Path) -> Folder:
     parts = parts_of(path)
     if not parts:
         return open_folder(label, local_folder(label, path))
-    opened = {part.path: open_folder(label, local_folder(label, part.path)) for part in parts}
+    opened = {part.path: _open_part(label, part.path) for part in parts}
     layers = [(opened[part.path], part.start, part.stop) for part in parts]
     return stacked(label, layers, [part.absent for part in parts])
+
+
+def _open_part(label: str, path: Path) -> Folder:
+    """A checkpoint, or ``MODEL+ADAPTER`` in the dtypes of the model. Raises: ValueError as `open_folder`, `adapted`."""
+    if (pair := adapted_by(path)) is None:
+        return open_folder(label, local_folder(label, path))
+    model, adapter = (local_folder(label, own) for own in pair)
+    start = open_folder(label, model)
+    made = adapted(label, adapter, start)
+    leaves = {path: leaf.to(start.leaves[path].dtype) for path, leaf in made.leaves.items()}
+    reads = {path: _rounded(made, path, leaf.dtype) for path, leaf in leaves.items()}
+    return start._replace(leaves=leaves, reads=reads, stores={**start.stores, **made.stores}).noted(made.note)
+
+
+def _rounded(folder: Folder, path: str, dtype: torch.dtype) -> Read:
+    read = folder.reads[path]
+    return read if folder.leaves[path].dtype == dtype else lambda start, stop: read(start, stop).to(dtype)
 
 
 def key_of(name: str) -> str:
@@ -187,7 +205,8 @@ def roots_of(opened: Mapping[str, Folder], given: Mapping[str, Path]) -> dict[st
     roots = {}
     for name, path in given.items():
         for part in parts_of(Path(path)):
-            roots[key_of(part.path.name)] = local_folder(name, part.path)
+            model = (adapted_by(part.path) or [part.path])[0]
+            roots[key_of(part.path.name)] = local_folder(name, model)
     return roots | {name: folder.root for name, folder in opened.items()}
 
 

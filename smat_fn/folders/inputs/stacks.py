@@ -1,7 +1,8 @@
 """Stacks of layers of several models, as ``A[0:3]+B[1:4]``: views of their folders; nothing is copied.
 
 A last part without layers, ``C[4:4]``, gives the last norm and the head alone. ``A[0:3]~`` only holds the place of
-layers that a model does not have: mergers that can leave an expert out of a leaf (`Merger.uneven`) do.
+layers that a model does not have: mergers that can leave an expert out of a leaf (`Merger.uneven`) do. In
+``A+L[0:3]`` the model is A with the adapter L.
 """
 
 import re
@@ -24,7 +25,7 @@ _FIRST = "embed", "wte", "wpe", "shared"  # leaves before the layers, by their n
 class Part(NamedTuple):
     """Layers of a model."""
 
-    path: Path  # its folder or hub name
+    path: Path  # its folder or hub name, or MODEL+ADAPTER (`adapted_by`)
     start: int
     stop: int
     absent: bool = False
@@ -41,6 +42,12 @@ def parts_of(path: Path) -> list[Part]:
     return parts if place == len(text) else []
 
 
+def adapted_by(path: Path) -> tuple[Path, Path] | None:
+    """The model and the adapter of ``MODEL+ADAPTER``; None for anything that exists or is written otherwise."""
+    model, plus, adapter = str(path).partition("+")
+    return (Path(model), Path(adapter)) if plus and model and adapter and not path.exists() else None
+
+
 def stack_of(parts: Sequence[Part]) -> Path:
     """A stacked model as `parts_of` reads it."""
     return Path("+".join(f"{p.path}[{p.start}:{p.stop}]{'~' * p.absent}" for p in parts))
@@ -48,7 +55,8 @@ def stack_of(parts: Sequence[Part]) -> Path:
 
 def folders_of(path: Path) -> list[Path]:
     """The folders, or hub names, that an input is read from."""
-    return list(dict.fromkeys(part.path for part in parts_of(path))) or [path]
+    models = [part.path for part in parts_of(path)] or [path]
+    return list(dict.fromkeys(folder for model in models for folder in adapted_by(model) or [model]))
 
 
 def layer_of(path: str) -> tuple[str, int, str] | None:

@@ -17,11 +17,11 @@ from ...config import MERGERS, MORE_MERGERS, MergerConfig, Semantics
 from ...folders import Options
 from ...folders.inputs.hub import repository_of
 from ...folders.inputs.reading import is_single
-from ...folders.inputs.stacks import parts_of, stack_of
+from ...folders.inputs.stacks import adapted_by, parts_of, stack_of
 from .recipe_forms import number_of, plain
 from .recipe_methods import METHODS
 from .recipe_problems import PARAMETERS, foreign_file, one_of, settings_problems, unknown_fields
-from .recipe_resolve import Recipe, entries, first_of, resolve
+from .recipe_resolve import Recipe, entries, resolve
 from .recipe_templates import TEMPLATES
 from .recipe_write import OWN
 
@@ -112,8 +112,8 @@ def _problems(found: Mapping[str, Any]) -> Iterator[str]:
     elif not (found.get("models") or found.get("slices") or found.get("modules")):
         yield "models is missing: list the models to merge, or slices of them"
     origin = found.get("base_model")
-    if not (origin is None or isinstance(origin, str)) or "+" in str(origin):
-        yield f"base_model is {origin!r}: must be a folder or a hub name; merge.py export writes one of an adapter"
+    if not (origin is None or isinstance(origin, str)):
+        yield f"base_model is {origin!r}: must be a folder or a hub name, or MODEL+ADAPTER"
     if method and origin is None and (method.pair or (method.based and found.get("merge_method") != "nuslerp")):
         yield f"base_model is missing: {found['merge_method']} needs one"
     slices = found.get("slices") or []
@@ -126,9 +126,8 @@ def _problems(found: Mapping[str, Any]) -> Iterator[str]:
     parts += [found] if found.get("models") else []
     if any(not list(entries(part)) for part in parts):
         yield "models, and sources of every slice, must be lists of models"
-    adapted = first_of(found) if origin is None and not (method and method.based) else origin
     for place, entry in enumerate(entries(found)):
-        yield from _entry_problems(place, entry, adapted, sliced=bool(slices))
+        yield from _entry_problems(place, entry, sliced=bool(slices))
     yield from _misplaced(list(entries(found)))
     yield from settings_problems(found, method)
 
@@ -177,15 +176,15 @@ def _token_problems(given: Mapping[str, Any]) -> Iterator[str]:
             yield f"{label}.source is {source!r}: must be a model, or have kind"
 
 
-def _entry_problems(place: int, entry: Any, adapted: Any, *, sliced: bool) -> Iterator[str]:
+def _entry_problems(place: int, entry: Any, *, sliced: bool) -> Iterator[str]:
     if not isinstance(entry, dict) or not isinstance(entry.get("model"), str):
         yield f"model {place} is {entry!r}: must have model, a folder or a hub name"
         return
     ref, layers = entry["model"], entry.get("layer_range")
     if sliced and not (isinstance(layers, list) and len(layers) == 2 and all(type(layer) is int for layer in layers)):
         yield f"layer_range of model {ref} is {layers!r}: must be two numbers, [first, last + 1]"
-    if "+" in ref and ref.partition("+")[0] != adapted:
-        yield f"model {ref}: an adapter must be of base_model, else of the first model: merge.py export applies others"
+    if "+" in ref and adapted_by(Path(ref)) is None and not Path(ref).exists():
+        yield f"model {ref}: must be MODEL+ADAPTER, two folders or hub names"
 
 
 def _misplaced(found: Sequence[Any]) -> Iterator[str]:
@@ -286,6 +285,8 @@ def placed(given: str, places: Sequence[Path]) -> Path:
     """The path of an input: the place of this machine that is named; a stack has the paths of its parts."""
     if parts := parts_of(Path(given)):
         return stack_of([part._replace(path=placed(str(part.path), places)) for part in parts])
+    if pair := adapted_by(Path(given)):
+        return Path("+".join(str(placed(str(own), places)) for own in pair))
     for place in places:
         if is_single(file := place / Path(given).name):
             return file

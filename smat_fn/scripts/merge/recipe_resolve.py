@@ -12,7 +12,7 @@ from ...config import MergerConfig
 from ...folders.inputs.beside import TOKENIZER, files_of
 from ...folders.inputs.hub import header_problems, local_folder, unavailable
 from ...folders.inputs.opening import key_of, open_input
-from ...folders.inputs.stacks import Part, is_first, layer_of, layers_of, stack_of
+from ...folders.inputs.stacks import Part, adapted_by, is_first, layer_of, layers_of, stack_of
 from .recipe_methods import METHODS, Method, Resolved, nuslerp_alone, values_of
 from .recipe_templates import NOTES, TEMPLATES
 from .recipe_write import folder_name
@@ -70,11 +70,15 @@ def resolve(found: Mapping[str, Any], *, inside: bool = False) -> Recipe:
     slices = _slices(found, method, based=method.based and not alone)
     names = _slot_names(slices)
     refs = dict.fromkeys(s.ref for part in slices for s in (*part.experts, *([part.base] if part.base else [])))
-    inputs = {**({} if origin is None else {"base": Path(origin)}), **{f"model {ref!r}": _path(ref) for ref in refs}}
+    inputs = {
+        **({} if origin is None else {"base": Path(origin)}),
+        **{f"model {ref!r}": Path(ref) for ref in refs},
+    }
     errors.raise_problems(unavailable(inputs))
     if whole := _is_whole(slices):
-        base = Path(origin or first_of(found))
-        experts = {name: _path(source.ref) for name, source in zip(names, slices[0].experts, strict=True)}
+        first = origin or first_of(found)
+        base = _whole(first, "")
+        experts = {name: _whole(source.ref, first) for name, source in zip(names, slices[0].experts, strict=True)}
         by_row = found.get("tokenizer") is None and not found.get("tokenizer_source")
         labelled = {"base": base, **{f"expert {name!r}": path for name, path in experts.items()}}
         errors.raise_problems(header_problems(labelled, rows=by_row, shapes=not inside))
@@ -114,6 +118,16 @@ def resolve(found: Mapping[str, Any], *, inside: bool = False) -> Recipe:
         models = {model.ref: key_of(name_of(model.ref)) for part in slices for model in part.experts}
     options |= _beside(found, origin or first_of(found), start.root, models)
     return Recipe(config, base, experts, coef, options, notes)
+
+
+def _whole(ref: str, base: str) -> Path:
+    """A whole model; an adapter of base by its folder, of another model as all layers of that one with the adapter."""
+    pair = adapted_by(Path(ref))
+    if pair is None:
+        return Path(ref)
+    if str(pair[0]) == str(Path(base)):
+        return pair[1]
+    return stack_of([Part(Path(ref), 0, layers_of(open_input(ref, pair[0])))])
 
 
 def _by_leaf(config: MergerConfig, coef: Any) -> bool:
@@ -216,12 +230,13 @@ def _deep(ref: str, depth: int) -> str:
 
 
 def _is_whole(slices: Sequence[Slice]) -> bool:
-    """Whether a recipe merges whole models. Raises: ValueError for layers of adapters."""
+    """Whether a recipe merges whole models. Raises: ValueError for ranges of layers that a model does not have."""
     sources = [source for part in slices for source in (*part.experts, *([part.base] if part.base else []))]
     if all(source.layers is None for source in sources):
         return True
     counts = {
-        ref: layers_of(open_input(ref, Path(ref.partition("+")[0]))) for ref in {source.ref for source in sources}
+        ref: layers_of(open_input(ref, (adapted_by(Path(ref)) or [Path(ref)])[0]))
+        for ref in {source.ref for source in sources}
     }
     if len(slices) == 1 and all(source.layers == (0, counts[source.ref]) for source in sources):
         return True
@@ -232,7 +247,6 @@ def _is_whole(slices: Sequence[Slice]) -> bool:
             for ref, layers in dict.fromkeys((source.ref, source.layers) for source in sources if source not in behind)
             if layers is not None and not 0 <= layers[0] < layers[1] <= counts[ref]
         ]
-        + [f"model {ref}: layers of an adapter are not stacked, export it first" for ref in counts if "+" in ref]
     )
     return False
 
@@ -374,7 +388,7 @@ def _between(values: Sequence[float], t: float) -> float:
 
 def _beside(found: Mapping[str, Any], origin: str, root: Path, names: Mapping[str, str]) -> dict[str, Any]:
     """Whose configuration, tokenizer and chat template the output has; mergekit's are those of ``origin``."""
-    here = local_folder("base_model", Path(origin))
+    here = local_folder("base_model", (adapted_by(Path(origin)) or [Path(origin)])[0])
     given = found.get("tokenizer")
     source = found.get("tokenizer_source") or (None if given is None else given.get("source", "union"))
     own = "base" if here == root else names.get(origin, origin)

@@ -11,7 +11,7 @@ from ... import __version__, checkpoint
 from ...config import MergerConfig
 from ...folders.inputs.hub import repository_of
 from ...folders.inputs.reading import is_single
-from ...folders.inputs.stacks import parts_of, stack_of
+from ...folders.inputs.stacks import adapted_by, parts_of, stack_of
 
 BESIDE = (
     "config_from", "tokenizer_from", "chat_template", "token_rows", "tokens", "pad_to_multiple_of", "heads", "into",
@@ -55,6 +55,8 @@ def placed_by_name(path: Path, depth: int = 1) -> str:
         while len({placed_by_name(own, depth) for own in given}) < len({os.path.abspath(own) for own in given}):
             depth += 1
         return str(stack_of([part._replace(path=Path(placed_by_name(part.path, depth))) for part in parts]))
+    if pair := adapted_by(path):
+        return "+".join(placed_by_name(own, depth) for own in pair)
     if repository_of(path):
         return str(path)
     parents = Path(os.path.abspath(path)).parents
