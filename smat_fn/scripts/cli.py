@@ -214,6 +214,8 @@ def spoken(text: str, names: Sequence[str] = ()) -> str:
     text = re.sub(r"\b(by|name it in) skip\b", r"\1 --skip", text)
     by_token = "--tokenizer-from union" if "tokenizer_from" in names else "tokenizer_source: union in the recipe"
     text = text.replace("merge by token (tokenizer_from)", f"merge by token ({by_token})")
+    if "tokenizer_from" not in names:
+        text = text.replace("leave out tokenizer_from", "leave out tokenizer_source")
     text = text.replace("by coef 0 for '*running_*'", 'by --coefs "*running_*" 0')
     text = text.replace("use fewer workers", "use fewer --threads")
     text = text.replace("choose offload None or 'recompute', which keep", "pass --offload device or recompute, to keep")

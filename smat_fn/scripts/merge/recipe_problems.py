@@ -1,8 +1,8 @@
-"""Errors for fields and parameters of mergekit's recipes that have no meaning here, each told once."""
+"""Errors for fields and parameters of mergekit's recipes that have no meaning here, each reported once."""
 
 import difflib
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ VARIANTS = {
     ("multislerp", "normalize_weights"): True,
     ("multislerp", "eps"): 1e-8,
 }
+_NEAR = 0.8  # how much of two words must agree for one to be proposed
 _OF_TOKENIZER = "pad_to_multiple_of", "tokens"
 _OF_METHODS = {name for method in METHODS.values() for name in (*method.per_model, *method.shared)}
 PARAMETERS = frozenset(_OF_METHODS | {name for _, name in VARIANTS})
@@ -40,7 +41,7 @@ def foreign_file(found: Mapping[str, Any], file: Path) -> str:
 
 def one_of(given: str, known: Collection[str]) -> str:
     """The way out of a wrong word: the near one, or all."""
-    near = difflib.get_close_matches(given.lower(), known, n=1, cutoff=0.75)
+    near = difflib.get_close_matches(given.lower(), known, n=1, cutoff=_NEAR)
     return f"did you mean {near[0]}?" if near else f"must be one of {', '.join(known)}"
 
 
@@ -54,7 +55,7 @@ def unknown_fields(names: Iterable[str]) -> Iterator[str]:
             yield f"{name} is a field of tokenizer: put it there, as tokenizer: {{{name}: ...}}"
         elif name in PARAMETERS:
             yield f"{name} is a parameter: put it under parameters"
-        elif near := difflib.get_close_matches(str(name), FIELDS, n=1, cutoff=0.75):
+        elif near := difflib.get_close_matches(str(name), FIELDS, n=1, cutoff=_NEAR):
             yield f"{name} is not a field of a recipe: did you mean {near[0]}?"
         else:
             rest.append(str(name))
@@ -88,9 +89,8 @@ def settings_problems(found: Mapping[str, Any], method: Method | None) -> Iterat
                 yield from _setting_problems(f"parameters.{name}{whose}", value)
             elif not _is_default(name, value):
                 foreign.setdefault(name, []).append(whose)
-    for name, places in foreign.items():
-        assert method is not None
-        yield _foreign(str(name), [place for place in dict.fromkeys(places) if place], found["merge_method"], method)
+    if method is not None and foreign:
+        yield from _foreign(foreign, found["merge_method"], method)
 
 
 def _is_default(name: str, value: Any) -> bool:
@@ -98,18 +98,26 @@ def _is_default(name: str, value: Any) -> bool:
     return any(name == own and number_of(value) == default for (_, own), default in VARIANTS.items())
 
 
-def _foreign(name: str, places: list[str], called: str, method: Method) -> str:
-    """The error for a parameter that a method does not have, at these places."""
-    where = f"parameters.{name}" + (f" of model {' and '.join(p[10:] for p in places)}" if places else "")
-    if (called, name) in VARIANTS:
-        return f"{where}: {called} is implemented with {name} {VARIANTS[called, name]} alone: delete it"
-    if name in method.shared:
-        return f"{where}: {name} is one of the whole merge: put it under parameters beside merge_method"
-    own = *method.per_model, *(name for name in method.shared if name not in IGNORED)
-    if name not in PARAMETERS and (near := difflib.get_close_matches(name, own, n=1, cutoff=0.75)):
-        return f"{where} is not a parameter of {called}: did you mean {near[0]}?"
-    has = f" (it has {', '.join(own)})" if own else ""
-    return f"{where}: {called} has no {name}{has}, and mergekit ignores it: delete it"
+def _foreign(names: Mapping[str, Sequence[str]], called: str, method: Method) -> Iterator[str]:
+    """Errors for parameters that a method does not have. Args: names: whose they are, by name."""
+    own, rest = [*method.per_model, *(name for name in method.shared if name not in IGNORED)], dict[str, str]()
+    for name, whose in names.items():
+        models = [text.removeprefix(" of model ") for text in dict.fromkeys(whose) if text]
+        where = f"parameters.{name}" + (f" of model {' and '.join(models)}" if models else "")
+        if (called, name) in VARIANTS:
+            yield f"{where}: {called} is implemented with {name} {VARIANTS[called, name]} alone, delete it"
+        elif name in method.shared:
+            yield f"{where}: {name} is one of the whole merge, put it under parameters beside merge_method"
+        elif name not in PARAMETERS and (near := difflib.get_close_matches(str(name), own, n=1, cutoff=_NEAR)):
+            yield f"{where} is not a parameter of {called}: did you mean {near[0]}?"
+        else:
+            rest[str(name)] = where
+    if rest:
+        has, it = f" (it has {', '.join(own)})" if own else "", "it" if len(rest) == 1 else "them"
+        yield (
+            f"{', '.join(rest.values())}: {called} has no {' or '.join(rest)}{has}, and mergekit ignores {it}: "
+            f"delete {it}"
+        )
 
 
 def _setting_problems(label: str, value: Any) -> Iterator[str]:

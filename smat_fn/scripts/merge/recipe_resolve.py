@@ -244,6 +244,7 @@ def _is_whole(slices: Sequence[Slice]) -> bool:
     errors.raise_problems(
         [
             f"layer_range of {name_of(ref)} is {list(layers)}: it has layers [0, {counts[ref]}]"
+            + (", which includes the last one" if layers[1] < 0 else "")
             for ref, layers in dict.fromkeys((source.ref, source.layers) for source in sources if source not in behind)
             if layers is not None and not 0 <= layers[0] < layers[1] <= counts[ref]
         ]

@@ -19,6 +19,7 @@ from smat_fn import checkpoint, merge
 from smat_fn.checkpoint import RECIPE
 from smat_fn.config import TaskArithmetic
 from smat_fn.scripts import entry
+from smat_fn.scripts.cli import spoken
 from smat_fn.scripts.merge import commands, exporting, recipe_resolve, settings, streaming
 from smat_fn.scripts.merge.recipe import load
 
@@ -191,7 +192,7 @@ REFUSALS = {
     "has the filter [0]": SHARED | {"parameters": {"density": {"filter": [0], "value": 1}}},
     "has the value {'value': 1}": SHARED | {"parameters": {"density": {"value": {"value": 1}}}},
     "is [[0]]: must be a number, a list of numbers": SHARED | {"parameters": {"density": [[0]]}},
-    "parameters.filter_wise: model_stock is implemented with filter_wise False alone: delete it": {
+    "parameters.filter_wise: model_stock is implemented with filter_wise False alone, delete it": {
         "merge_method": "model_stock",
         "base_model": "BASE",
         "models": [{"model": "A"}, {"model": "B"}],
@@ -210,6 +211,8 @@ REFUSALS = {
     | {"merge_method": "dare_linear", "parameters": {"rescale": False, "normalize": True, "density": 0.5}},
     "layer_range of A is [3, 9]: it has layers [0, 4]": SLICED
     | {"slices": [{"sources": [{"model": "A", "layer_range": [3, 9]}]}]},
+    "layer_range of A is [0, -1]: it has layers [0, 4], which includes the last one": SLICED
+    | {"slices": [{"sources": [{"model": "A", "layer_range": [0, -1]}]}]},
     "slices[0] lacks base_model": SLICED
     | {
         "merge_method": "ties",
@@ -283,7 +286,7 @@ REFUSALS = {
     | {"out_path": "x", "colour": 1},
     "parameters.densty is not a parameter of ties: did you mean density?": SHARED | {"parameters": {"densty": 1}},
     "parameters.lambda of model": SHARED | {"models": [{"model": "A", "parameters": {"weight": 1, "lambda": 1}}]},
-    "lambda is one of the whole merge: put it under parameters beside merge_method": SHARED
+    "lambda is one of the whole merge, put it under parameters beside merge_method": SHARED
     | {"models": [{"model": "A", "parameters": {"weight": 1, "lambda": 1}}]},
     "/B: slerp has no weight (it has t), and mergekit ignores it: delete it": {
         "merge_method": "slerp",
@@ -374,7 +377,7 @@ def test_folders_of_one_name_and_words_that_change_nothing(models, tmp_path):
 
 def told(recipe, tmp_path):
     """The error for a recipe."""
-    (tmp_path / "bad.yml").write_text(yaml.safe_dump(recipe))
+    (tmp_path / "bad.yml").write_text(yaml.safe_dump(recipe, sort_keys=False))
     with pytest.raises(ValueError, match=r"bad\.yml") as error:
         load(tmp_path / "bad.yml")
     return str(error.value)
@@ -387,6 +390,11 @@ def test_each_problem_of_a_recipe_is_told_once(tmp_path):
     assert "parameters.weight of model A and B and C: model_stock has no weight" in text
     assert text.count("weight stands beside model A and B and C: put it under parameters there") == 1
     assert text.count("tokenizer_source") == 1  # the list of all fields
+    own = [{"model": name, "parameters": {"weight": 1, "density": 1}} for name in "AB"]
+    asked = {"merge_method": "sce", "base_model": "BASE", "models": own, "parameters": {"normalize": True}}
+    wanted = "sce has no normalize or weight or density (it has select_topk), and mergekit ignores them: delete them"
+    assert wanted in told(asked, tmp_path)
+    assert "merge_method is 'lrp': must be one of" in told({"merge_method": "lrp", "models": own}, tmp_path)
     modules = told({"merge_method": "linear", "modules": {"text": {"models": own}}}, tmp_path)
     assert "models is missing" not in modules
 
@@ -490,6 +498,20 @@ def test_a_recipe_takes_what_its_errors_ask_for(models, tmp_path):
     made = merged({"merge_method": "linear", "models": own}, models, tmp_path, **chosen)
     assert len(load_file(made / "model.safetensors")["lm_head.weight"]) == make_recipes.ROWS
     assert json.loads((made / "config.json").read_text())["rope_theta"] == 5.0
+
+
+def test_merging_by_token_is_advised_where_a_recipe_does_not_ask_for_it(models, tmp_path):
+    place = shutil.copytree(models, tmp_path / "models")
+    for file in (place / "A").glob("tokenizer*"):
+        file.unlink()
+    own = [{"model": name, "parameters": {"weight": 1}} for name in ("A", "B_OTHER_VOCABULARY")]
+    texts = []
+    for source in None, "union":
+        with pytest.raises(ValueError, match=r"has 16 rows in|has no tokenizer") as error:
+            merged({"merge_method": "linear", "models": own, "tokenizer_source": source}, place, tmp_path)
+        texts.append(spoken(str(error.value), ["vocabulary", "config_from"]))
+    assert "merge by token (tokenizer_source: union in the recipe)" in texts[0]
+    assert texts[1].endswith("has no tokenizer, so rows match no tokens: leave out tokenizer_source")
 
 
 def test_gradients_run_over_each_list_of_layers():
