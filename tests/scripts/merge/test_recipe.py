@@ -677,12 +677,20 @@ def test_outputs_of_earlier_merges_are_merged_again(models, tmp_path, monkeypatc
     for path, leaf in merge.slerp([first, second], coef=0.5, zeros=True).items():
         torch.testing.assert_close(both[path], leaf, rtol=2e-5, atol=2e-6)
     vectors = {"merge_method": "task_arithmetic", "parameters": {"weight": 0.5}}
+    other, fourth = stage(tmp_path, "other", merge_method="linear", models=[{"model": name} | half for name in "CA"])
     for origin, start in (one, first), ("BASE", base):
         place = Path(origin).name
-        _, found = stage(tmp_path, place, base_model=origin, models=[{"model": two}, {"model": "C"}], **vectors)
+        _, found = stage(tmp_path, place, base_model=origin, models=[{"model": two}, {"model": other}], **vectors)
         for path, leaf in found.items():
-            wanted = start[path] + 0.5 * (second[path] - start[path]) + 0.5 * (c[path] - start[path])
+            wanted = start[path] + 0.5 * (second[path] - start[path]) + 0.5 * (fourth[path] - start[path])
             torch.testing.assert_close(leaf, wanted)
+    trained = shutil.copytree(models / "C", tmp_path / "TRAINED")
+    (trained / "manifest.json").write_text(json.dumps({"kind": "expert", "base_fingerprint": "0" * 64}))
+    _, mixed = stage(tmp_path, "mixed", merge_method="linear", models=[{"model": m} | half for m in (one, "TRAINED")])
+    for path, leaf in mixed.items():
+        torch.testing.assert_close(leaf, (first[path] + c[path]) / 2)
+    with pytest.raises(ValueError, match=f"TRAINED was trained from another base than {one}"):
+        stage(tmp_path, "no", base_model=one, models=[{"model": "TRAINED"}], **vectors)
 
 
 OWN = {"merger": "ties", "options": {"coef": 0.3, "keep": 0.5}, "base": "BASE", "experts": {"A": "A"}}
