@@ -202,7 +202,7 @@ def test_all_fields_that_are_not_supported_are_refused_by_name_at_once(tmp_path)
     (tmp_path / "same.yml").write_text(yaml.safe_dump({"base_model": "B", "experts": same}))
     with pytest.raises(ValueError, match="experts have the same prompts"):
         moe.load(tmp_path / "same.yml")
-    with pytest.raises(ValueError, match="describes a mixture of experts: run merge.py moe"):
+    with pytest.raises(ValueError, match=r"describes a mixture of experts: run merge\.py moe"):
         load_recipe(tmp_path / "same.yml")
     for text, told in ("[1]", "holds a list"), ("a: [", "cannot be read as YAML"):
         (tmp_path / "bad.yml").write_text(text)
