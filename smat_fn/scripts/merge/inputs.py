@@ -239,12 +239,7 @@ def _is_foreign(manifest: Mapping[str, Any], fingerprint: str) -> bool:
 
 
 def load_inputs(
-    base: Path,
-    experts: Sequence[Path],
-    *,
-    known: Inputs | None = None,
-    heads: bool = False,
-    based: bool = True,
+    base: Path, experts: Sequence[Path], *, known: Inputs | None = None, heads: bool = False, based: bool = True
 ) -> Inputs:
     """Read a base and experts, and check all of them before anything is merged; hash base and whole experts once.
 
