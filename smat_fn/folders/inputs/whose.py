@@ -53,7 +53,7 @@ class Whose(NamedTuple):
 
     def _tokenizer(self, base: Path, roots: Mapping[str, Path]) -> Path:
         """The folder of a tokenizer whose rows are not aligned."""
-        if self.tokenizer_from is None:
+        if self.tokenizer_from in (None, "union"):  # a union whose rows are not aligned is an error already
             return base
         root = roots.get(self.tokenizer_from) or local_folder("tokenizer_from", Path(self.tokenizer_from))
         if not files_of(root, TOKENIZER):

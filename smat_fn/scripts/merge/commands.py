@@ -76,7 +76,7 @@ def extract_lora(args: ExtractLora) -> None:
     try:
         made = extract_lora(args.base, args.expert, args.out, rank=args.rank, overwrite=args.overwrite)
     except ValueError as error:
-        if "leaf" not in str(error) or not manifest_of(args.expert):
+        if "parameter" not in str(error) or not manifest_of(args.expert):
             raise
         way = f"merge.py export {args.expert} --base {args.base} --out FOLDER, then pass --expert FOLDER"
         raise ValueError(

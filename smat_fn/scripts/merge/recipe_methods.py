@@ -86,7 +86,7 @@ def _della(found: Resolved, *, elect: bool) -> MergerConfig:
         for path in found.paths if any(isinstance(own, dict) for own in rules) else [""]:
             density, width = (coef_of(path, own) for own in rules)
             if 0 < density < 1 and not 1e-12 < density - width <= density + width <= 1 + 1e-12:
-                where = f" at leaf {path!r}" if path else ""
+                where = f" at parameter {path!r}" if path else ""
                 raise ValueError(
                     f"parameters.epsilon of {name} is {width:g}{where}, density {density:g}: density - epsilon and "
                     "density + epsilon must be in (0, 1]"
@@ -171,7 +171,7 @@ def _share(found: Resolved) -> float | dict[str, float]:
     for path in found.paths if by_leaf else [""]:
         one, two = (coef_of(path, own) for own in rules)
         if abs(one + two) < 1e-6:
-            where = f" at leaf {path!r}" if by_leaf else ""
+            where = f" at parameter {path!r}" if by_leaf else ""
             raise ValueError(f"parameters.weight: the sum is 0{where}: give nuslerp others")
         shares[glob.escape(path)] = two / (one + two)
     return shares if by_leaf else shares[""]
@@ -195,7 +195,7 @@ def _linear(found: Resolved) -> MergerConfig:
     weights, normalize = found.ordered("weight", 1.0), found.flag("normalize", True)
     empty = [path for path in found.paths if no_sum([coef_of(path, rules) for rules in weights])]
     if normalize and empty:
-        raise ValueError(f"parameters.weight: the sum is 0 at leaf {empty[0]!r}: give others, or normalize: false")
+        raise ValueError(f"parameters.weight: the sum is 0 at parameter {empty[0]!r}: give others, or normalize: false")
     return WeightedAverage(weights, normalize=normalize)
 
 

@@ -228,7 +228,7 @@ REFUSALS = {
         "parameters": {"weight": 1},
         "models": [{"model": "A", "parameters": {"weight": [0, 1]}}, {"model": "B"}],
     },
-    "parameters.weight: the sum is 0 at leaf 'lm_head.weight': give nuslerp others": NUSLERP
+    "parameters.weight: the sum is 0 at parameter 'lm_head.weight': give nuslerp others": NUSLERP
     | {"models": [{"model": "A", "parameters": {"weight": [0, 1]}}, {"model": "B", "parameters": {"weight": 0}}]},
     "tokenizer.tokens: ": SHARED | {"tokenizer": {"tokens": {"t3": {"source": "B"}}}},
     "slices[0] has ranges of several lengths": SLICED
@@ -254,7 +254,7 @@ REFUSALS = {
         "chat_template": "auto",
         "dtype": "float32",
     },
-    "parameters.weight: the sum is 0 at leaf 'model.layers.0.mlp.down_proj.weight'": {
+    "parameters.weight: the sum is 0 at parameter 'model.layers.0.mlp.down_proj.weight'": {
         "merge_method": "linear",
         "models": [{"model": name, "parameters": {"weight": EXCEPT_MLP}} for name in "AB"],
     },
