@@ -40,6 +40,17 @@ def model(tmp_path):
     return save
 
 
+def test_an_expert_with_the_names_of_train_py_is_told_to_be_exported_first(exits, capsys, model, tmp_path):
+    run, (base, _) = tmp_path / "run", model("base", 0)
+    words = "--steps", 1, "--tasks", "mirror", "--out", run, "--quiet"
+    assert exits("train.py", "ft", *words) is None
+    words = "--base", base, "--expert", run / "mirror", "--out", tmp_path / "lora", "--rank", 2
+    code = exits("merge.py", "extract-lora", *words)
+    said = f"{code} {capsys.readouterr().err}"
+    assert "has the names of train.py" in said
+    assert f"merge.py export {run / 'mirror'} --base {base} --out FOLDER" in said
+
+
 def test_an_adapter_that_was_extracted_is_an_expert(call, model, tmp_path):
     (base, before), (expert, after) = model("base", 0), model("expert", 1)
     inputs = "--base", base, "--expert", expert, "--out", tmp_path / "lora"
