@@ -156,6 +156,7 @@ def test_a_study_scores_the_chosen_learning_rates_alone(first):
         assert math.isclose(facts["dev"][method][f"{lr:g}"][0], sum(sum(scores) / 2 for scores in dev) / 3)
 
 
+@pytest.mark.slow
 def test_a_study_goes_on_where_it_stopped(at_one_rate, tmp_path, monkeypatch):
     work, study = shutil.copytree(at_one_rate[0], tmp_path / "work"), at_one_rate[1]
     calls = []

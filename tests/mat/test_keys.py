@@ -359,6 +359,7 @@ def test_vmap_over_a_module_in_train_mode():
                 run(stacked, random.split(KEY))
 
 
+@pytest.mark.slow
 def test_compiled_steps_refuse_dropout_and_take_modules_without():
     still = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
     params, batch = trees(still)[1], data(1)[0]
