@@ -377,21 +377,21 @@ def attach(
 
     Source: paper sections 4.1 to 4.3. Memory: theta_0 and theta~ beside the model; theta~ alone with "host".
     """
-    strengths: dict[str, Any] = {
+    hyper: dict[str, Any] = {
         "alpha_min": alpha_min,
         "drop_prob": drop_prob,
         "sigma": sigma,
         "period": period,
         "noise": noise,
     }
-    problems = errors.problems_of(Schedule, **strengths) + checks.key_problems(key)
+    problems = errors.problems_of(Schedule, **hyper) + checks.key_problems(key)
     problems += errors.problems_of(tree.predicate, where)
     if isinstance(base, str) and base != "host":
         problems.append(f"base is {base!r}, must be 'host', theta_0 by parameter name, or None")
     problems += checks.model_problems(trainer)
     errors.raise_problems(problems + checks.class_problems(trainer))
     earlier, origin = vars(trainer).get(_HANDLE), dict[str, Tensor](trained.leaves_of(trainer.model))
-    handle = Attached(trainer, key, Schedule(**strengths), base=base, where=where)
+    handle = Attached(trainer, key, Schedule(**hyper), base=base, where=where)
     known = dict[str, Tensor]()
     if earlier is not None and earlier._model is trainer.model and earlier._own:
         known = earlier._frozen | earlier._own

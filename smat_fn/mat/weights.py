@@ -12,7 +12,7 @@ from ..errors import raise_problems, shortened
 from ..grad import trained
 from ..simulation import Draw, reweight, simulate
 from ..types import Params, Where
-from ..where import block_linear, mask_problems
+from ..where import block_linear, mask_problems, never
 from .offload.storage import BaseBuffer
 
 
@@ -127,6 +127,7 @@ class SimulatedWeights:
                     "the gradient of the draw before was not reweighted: call reweight_grads(drawn) after the last "
                     "block of a draw, before clipping and the optimizer"
                 )
+        # gradients are seldom there, so that the host seldom waits
         others = self._module is not None and first and any(bool(grad.any()) for grad, _ in begun.values())
         with self._held(drawn):
             yield
@@ -149,7 +150,12 @@ class SimulatedWeights:
                 f"factors of alpha name {', '.join(shortened(unknown, '{} more'))}, which are not parameters here"
             )
         picks = self._where
-        self._masks = self._masks or picks is None or any(picks(path, p) for path, p in self._parameters.items())
+        self._masks = (
+            self._masks
+            or picks is None
+            or picks is never
+            or any(picks(path, p) for path, p in self._parameters.items())
+        )
         if not self._masks:  # the number may be on a GPU, which is waited for
             found = mask_problems(picks, self._parameters, drawn.drop_prob.item())
             problems += [f"{text}; where=smat_fn.where.never switches Mask off on purpose" for text in found]
@@ -368,6 +374,7 @@ def _refuse_writes(changed: Sequence[str]) -> None:
 
 
 def empty(leaf: Tensor, *, dtype: torch.dtype | None) -> Tensor:
+    """New memory of a leaf's shape and device; dtype: None is the leaf's."""
     return torch.empty(leaf.shape, dtype=dtype or leaf.dtype, device=leaf.device)
 
 

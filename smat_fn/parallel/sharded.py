@@ -25,7 +25,7 @@ from ..where import mask_problems
 from .replicas import check_shared
 from .shards import local, simulated_leaves, starts_in
 
-_STRENGTHS = "alpha_min", "drop_prob", "sigma", "noise", "alpha_max", "period"
+_HYPER = "alpha_min", "drop_prob", "sigma", "noise", "alpha_max", "period"
 
 
 class Sharded:
@@ -58,8 +58,8 @@ class Sharded:
         self._loss_fn, self._optimizer, self._where, self._max_norm = loss_fn, optimizer, where, max_grad_norm
         own: dict[str, Any] = {"sigma": 2e-3, **(simulated or {})}
         problems = step.check(optimizer, max_grad_norm, "autograd")
-        if unknown := own.keys() - _STRENGTHS:
-            problems.append(f"shards have no {', '.join(sorted(unknown))}: give {', '.join(_STRENGTHS)} alone")
+        if unknown := own.keys() - _HYPER:
+            problems.append(f"shards have no {', '.join(sorted(unknown))}: give {', '.join(_HYPER)} alone")
         else:
             problems += errors.problems_of(Schedule, **own)
         if getattr(type(loss_fn), "within", None) is not ModuleLoss.within:
