@@ -43,13 +43,13 @@ DELTA = 1e-3  # RMS of the experts' changes; the weights' is 0.02
 OURS = """
 import sys, torch
 from pathlib import Path
-from smat_fn import compiled, random
+from smat_fn import execution, random
 from smat_fn.config import *
 from smat_fn.folders import merge_folders
 config, base, out, *experts = sys.argv[1:]
 names = [Path(e).name for e in experts]
 torch.set_num_threads(1)
-compiled.loops()
+execution.loops()
 torch.zeros(1, device={device!r})  # a GPU's context
 inputs = Path(base), {{Path(e).name: Path(e) for e in experts}}, Path(out)
 print("ready", flush=True); sys.stdin.readline()

@@ -40,11 +40,14 @@ def raise_problems(problems: Sequence[str], of: str = "") -> None:
     raise Problems([*shown, f"and {len(once) - len(shown)} more like these"])
 
 
-def suggestion(value: str, known: Iterable[str]) -> str:
-    """ ", did you mean 'smat'?" for a value that begins one of ``known``, or is nearly one, else an empty text."""
+def suggestion(value: str, known: Iterable[str], *, alike: float = 0.6) -> str:
+    """ ", did you mean 'smat'?" for a value that begins one of ``known``, or is nearly one, else an empty text.
+
+    Args: alike: the share of two words that must agree.
+    """
     names, word = list(known), value.lower()
     near = [name for name in names if len(word) > 2 and name.lower().startswith(word)]
-    near = near or get_close_matches(word, names, n=1, cutoff=0.6)
+    near = near or get_close_matches(word, names, n=1, cutoff=alike)
     return f", did you mean {near[0]!r}?" if near else ""
 
 
@@ -94,11 +97,12 @@ def problems_of(check: Callable[..., object], *args: Any, **options: Any) -> lis
     try:
         check(*args, **options)
     except ValueError as error:
-        return _listed(error)
+        return texts(error)
     return []
 
 
-def _listed(error: ValueError) -> list[str]:
+def texts(error: ValueError) -> list[str]:
+    """The problems of an error, one by one."""
     return list(error.problems) if isinstance(error, Problems) else [str(error)]
 
 
@@ -107,18 +111,18 @@ def all_at_once(problems: Sequence[str], step: Callable[[], T]) -> T:
     try:
         result = step()
     except ValueError as error:
-        raise Problems(list(dict.fromkeys([*problems, *_listed(error)]))) from None
+        raise Problems(list(dict.fromkeys([*problems, *texts(error)]))) from None
     raise_problems(problems)
     return result
 
 
 @contextmanager
 def collected(problems: list[str], of: object = "") -> Iterator[None]:
-    """Adds the ValueError that ends the block to the problems, after ``of`` and a colon; what follows runs."""
+    """Adds the problems of the ValueError that ends the block, each after ``of`` and a colon; what follows runs."""
     try:
         yield
     except ValueError as error:
-        problems.append(f"{of}: {error}" if of else str(error))
+        problems += [f"{of}: {text}" if of else text for text in texts(error)]
 
 
 def first_line(error: BaseException) -> str:

@@ -16,7 +16,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from . import compiled
+from . import execution
 
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
@@ -183,7 +183,7 @@ def threshold(prob: float | Tensor) -> Tensor:
     """
     # a tensor stays where it is, whatever torch.set_default_device says
     prob = torch.as_tensor(prob, dtype=torch.float64, device=prob.device if isinstance(prob, Tensor) else "cpu")
-    if compiled.readable(prob) and not prob.ndim and not prob.requires_grad:
+    if execution.readable(prob) and not prob.ndim and not prob.requires_grad:
         limit = max(min(round(65536 * float(prob.numpy())), 65535), -65535)
         return torch.full((), limit, dtype=torch.int64, device=prob.device)
     return (prob * 65536).round().clamp(min=-65535, max=65535).to(torch.int64)
@@ -245,7 +245,7 @@ _SMALL = 4096  # keys that numpy derives as fast as torch
 
 def _derive(key: Tensor, data: int | numpy.ndarray | Tensor) -> Tensor:
     """Block ``data`` of a key as a key."""
-    if isinstance(data, int) and key.ndim == 1 and compiled.readable(key):  # as fast as loops, which need loading
+    if isinstance(data, int) and key.ndim == 1 and execution.readable(key):  # as fast as loops, which need loading
         seed, offset = key.numpy().tolist()
         w0, w1, w2, w3 = _rounds(seed, offset + data, 0)
         return torch.from_numpy(numpy.array([w0 | w1 << 32, w2 | w3 << 32], numpy.uint64).view(numpy.int64))
@@ -271,7 +271,7 @@ def _words(seed: numpy.ndarray, counter: numpy.ndarray) -> numpy.ndarray:
     both = numpy.array(numpy.broadcast_arrays(seed, counter)).view(numpy.uint64)
     seeds, counters = both.reshape(2, -1)
     out = numpy.empty((4, *both.shape[1:]), numpy.uint64)
-    loops = compiled.loops()
+    loops = execution.loops()
     assert loops is not None
     loops.words(seeds, counters, out.reshape(-1))
     return out
@@ -279,7 +279,7 @@ def _words(seed: numpy.ndarray, counter: numpy.ndarray) -> numpy.ndarray:
 
 def _looped(*tensors: Tensor) -> bool:
     """Whether `_words` takes these: values that numpy may read, and loops that are not switched off."""
-    return compiled.readable(*tensors) and compiled.loops() is not None
+    return execution.readable(*tensors) and execution.loops() is not None
 
 
 def _int64(number: int) -> int:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .compiled import opaque, transformed, valueless
 from .errors import raise_problems, shortened, takes
+from .execution import opaque, transformed, valueless, wrapped
 from .types import Params, Predicate, Where
 
 NORM_BLOCK = 4096
@@ -377,7 +377,7 @@ def _start_of(leaf: Tensor) -> int | None:
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return None
     plain = type(leaf) in PLAIN and leaf.layout == torch.strided and not leaf.is_meta and leaf.numel()
-    if not plain or torch._C._functorch.is_functorch_wrapped_tensor(leaf):
+    if not plain or wrapped(leaf):
         return None
     return leaf.data_ptr() or None
 

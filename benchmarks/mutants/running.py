@@ -46,7 +46,7 @@ dropped terms), and runs the tests in the folder of the fault's package until on
 `tests/core/test_grad.py`, for `where.py` `tests/core/test_where.py`, for the compiled loops
 `test_loops.py` of `tests/folders` or `tests/ops`). `benchmarks/mutants/catalogue.py` lists the faults. A fault whose
 place in the source is gone is reported, not skipped; a fault runs again when its file, or the test that found it, has
-changed.
+changed. `benchmarks/results/mutants.json` names the test that found each fault.
 """
 
 Result = dict[str, Any]
@@ -290,16 +290,14 @@ def store(results: dict[str, Result]) -> None:
 
 def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     """The page of the results by the names of mutants."""
-    killed = {name: result for name, result in results.items() if result["killer"]}
     left = {name: result for name, result in results.items() if not result["killer"]}
-    lines = [HEAD, f"{len(results)} faults, {len(killed)} found by a test, {len(left)} not.", "", "## Not found", ""]
+    count = f"{len(results)} faults, {len(results) - len(left)} found by a test, {len(left)} not."
+    lines = [HEAD, count, "", "## Not found", ""]
     if left:
         lines += ["| Place | Fault | Reason |", "| --- | --- | --- |"]
         lines += [row(name, result["equivalent"] or "none yet: a test is missing") for name, result in left.items()]
     else:
         lines += ["None."]
-    lines += ["", "## Found", "", "| Place | Fault | Found by |", "| --- | --- | --- |"]
-    lines += [row(name, f"`{result['killer']}`") for name, result in killed.items()]
     return "\n".join(lines) + "\n"
 
 

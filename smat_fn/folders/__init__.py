@@ -1,7 +1,8 @@
 """Merging of checkpoint folders of any size: read, merged and written chunk by chunk, equal to the pure mergers.
 
-``inputs`` reads, ``streaming`` merges leaves, `writing` writes; the other modules are whole tasks: a merge, in one
-process (`run`) or several (`parts`), of several tasks (`several`), mixtures, adapters into one, an extracted adapter.
+``inputs`` reads, ``streaming`` merges leaves, `writing` writes; the other modules are whole jobs: a merge, in one
+process (`run`) or several (`parts`), of several tasks (`multi_task`), `mixtures`, merged adapters (`combining`),
+an extracted one.
 """
 
 from .combining import Combined, merge_adapters

@@ -16,9 +16,9 @@ from ..merge.around.mixture import fit_problems, origins, router_problems, scale
 from ..merge.parts.chunks import CHUNK
 from ..merge.weight_average import WeightAverage
 from .inputs.adapters import is_adapter
-from .inputs.beside import CONFIG, TOKENIZER, Files, differences, files_of
 from .inputs.opening import open_input
 from .inputs.reading import Folder, Read, load_config, reader_of_tensor, seen
+from .inputs.side_files import CONFIG, TOKENIZER, Files, differences, files_of
 from .inputs.vocabulary import one_head, tokenizer_notes
 from .prepare import SHARD_SIZE, OutDtype, out_dtypes, place_problems
 from .run import Describe, Report, write_job

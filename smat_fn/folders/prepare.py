@@ -15,15 +15,15 @@ from ..merge.parts.coefs import Rules, coefs_of, matches
 from ..merge.parts.inputs import coef_problems, of_two_dtypes
 from ..merge.parts.merger import Merger
 from ..merge.registry import tried
-from .inputs.beside import Files
-from .inputs.kinship import strangers
+from .inputs.config_source import TokenRows, Whose
+from .inputs.lineage import strangers
 from .inputs.opening import inputs_of, open_inputs
 from .inputs.reading import Folder, seen
+from .inputs.side_files import Files
 from .inputs.stacks import folders_of
 from .inputs.statistics import with_statistics
 from .inputs.tokens import Tokens
 from .inputs.vocabulary import Vocabulary
-from .inputs.whose import TokenRows, Whose
 from .streaming.chunks import Job, Scratch, target, unlike, usual_chunk, written
 from .writing import Shard, layout
 

@@ -12,8 +12,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
 from .. import random, tree
-from ..compiled import transformed
 from ..errors import shortened
+from ..execution import transformed
 from ..types import Aux, Batch, Engine, LossFn, Params
 from .master_weights import MasterWeights, with_master_weights
 from .modules import ModuleLoss, takes_key

@@ -14,6 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from .. import random, tree
 from ..errors import shortened
+from ..execution import batched, layers
 from ..types import Aux, LossFn, Params
 
 
@@ -244,12 +245,9 @@ def _seeded(key: Tensor, module: nn.Module) -> Iterator[None]:
             raise ValueError("dropout in a compiled step would have no key: compile the module instead of the step")
         yield
         return
-    inner = key
-    while torch._C._functorch.is_functorch_wrapped_tensor(inner):
-        if torch._C._functorch.is_batchedtensor(inner):  # vmap itself refuses random operations
-            yield
-            return
-        inner = torch._C._functorch.get_unwrapped(inner)
+    if any(map(batched, layers(key))):  # vmap itself refuses random operations
+        yield
+        return
     devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
     generators = [torch.default_generator, *(torch.cuda.default_generators[device.index] for device in devices)]
     states, seed = [generator.get_state() for generator in generators], int(key[0])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import errors, random, tree
-from ..compiled import unrounded
+from ..execution import unrounded
 from ..where import block_linear
 
 A, B, WEIGHT = ".lora_A.weight", ".lora_B.weight", ".weight"

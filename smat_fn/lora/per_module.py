@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.nn.functional import linear
 
 from .. import ops, tree
-from ..compiled import transformed
+from ..execution import transformed
 from ..grad import MasterWeights, ModuleLoss
 from ..grad.modules import WrappedLoss
 from ..grad.tangent import Linearised

@@ -6,8 +6,8 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor
 
 from .. import ops, tree
-from ..compiled import no_grad
 from ..errors import raise_problems
+from ..execution import no_grad
 from ..grad import keyed, value_and_grad
 from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Where
 from . import step
@@ -56,7 +56,9 @@ def build(
 
     Source: Kwon et al., 2021; Foret et al., 2021; Lee et al., 2025 (SAFT); paper section 5.1.
     """
-    raise_problems(step.check(optimizer, max_grad_norm, engine) + step.check_not_negative(rho=rho), "asam")
+    raise_problems(
+        step.check(optimizer, max_grad_norm, engine, donate=donate) + step.check_not_negative(rho=rho), "asam"
+    )
     at = value_and_grad(keyed(loss_fn), engine=engine)
 
     def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:

@@ -51,7 +51,7 @@ def build(
 
     Source: paper Eq. task-loss.
     """
-    raise_problems(step.check(optimizer, max_grad_norm, engine), "finetune")
+    raise_problems(step.check(optimizer, max_grad_norm, engine, donate=donate), "finetune")
     gradient = value_and_grad(keyed(loss_fn), engine=engine)
 
     def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:

@@ -45,7 +45,9 @@ def build(
 
     Source: Li, Grandvalet and Davoine, 2018, without heads of their own.
     """
-    raise_problems(step.check(optimizer, max_grad_norm, engine) + step.check_not_negative(pull=pull), "l2sp")
+    raise_problems(
+        step.check(optimizer, max_grad_norm, engine, donate=donate) + step.check_not_negative(pull=pull), "l2sp"
+    )
     at = value_and_grad(keyed(loss_fn), engine=engine)
 
     def pulled(g: Tensor, theta: Tensor, theta_0: Tensor) -> Tensor:

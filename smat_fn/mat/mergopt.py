@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .. import random
-from ..compiled import no_grad
 from ..errors import raise_problems
+from ..execution import no_grad
 from ..grad import keyed, value_and_grad
 from ..simulation.state import Draw, Number, draw, simulate
 from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Where
@@ -61,7 +61,7 @@ def build(
 
     Source: Yang et al., 2026; paper section 5.1.
     """
-    problems = step.check(optimizer, max_grad_norm, engine)
+    problems = step.check(optimizer, max_grad_norm, engine, donate=donate)
     problems += step.check_not_negative(b=b)
     if not (isinstance(k_max, int) and k_max >= 1):
         problems.append(f"k_max is {k_max}, must be an integer of at least 1: the number of experts")

@@ -6,8 +6,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..compiled import unread
 from ..errors import raise_problems
+from ..execution import unread
 from ..simulation.state import Number
 from ..types import Engine, LossFn, Method, Optimizer, Params, Where
 from . import smat, step
@@ -48,7 +48,7 @@ def build(
 
     Source: Lee, Cho and Kang, 2020.
     """
-    problems = step.check(optimizer, max_grad_norm, engine)
+    problems = step.check(optimizer, max_grad_norm, engine, donate=donate)
     if not (unread(drop_prob) or (isinstance(drop_prob, Real | Tensor) and 0 <= drop_prob < 1)):
         problems.append(f"drop_prob is {drop_prob}, must lie in [0, 1): the probability of taking the base's weight")
     raise_problems(problems, "mixout")

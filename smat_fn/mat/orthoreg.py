@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..compiled import no_grad, transformed, unrounded
 from ..errors import raise_problems
+from ..execution import no_grad, transformed, unrounded
 from ..grad import keyed, value_and_grad
 from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Where
 from . import step
@@ -59,7 +59,8 @@ def build(
     Source: Liu et al., 2026; paper section 5.1.
     """
     raise_problems(
-        step.check(optimizer, max_grad_norm, engine) + step.check_not_negative(lambda_reg=lambda_reg), "orthoreg"
+        step.check(optimizer, max_grad_norm, engine, donate=donate) + step.check_not_negative(lambda_reg=lambda_reg),
+        "orthoreg",
     )
     at = value_and_grad(keyed(loss_fn), engine=engine)
     picked = where if block_only else None

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import ops, tree
-from ..compiled import no_grad, transformed
+from ..execution import no_grad, transformed
 from ..grad import MasterWeights, ModuleLoss, detached, loss_and_aux, value_and_grad
 from ..grad.master_weights import FrozenRounded
 from ..simulation import Draw, reweight, simulate

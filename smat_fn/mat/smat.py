@@ -246,7 +246,7 @@ def build(
     """
     problems = offload_problems(loss_fn, offload, engine) + sigma_problems(sigma_of, offload)
     at_simulated = at_either = None
-    if not (problems or step.check(optimizer, max_grad_norm, engine)):
+    if not (problems or step.check(optimizer, max_grad_norm, engine, donate=donate)):
         own, slices = keyed(loss_fn), 1 if lam is not None else period
         at_simulated = simulated_gradient(own, base, where=where, offload=offload, period=slices, engine=engine)
         at_simulated = relative_gradient(own, at_simulated, base, where=where, of=sigma_of, engine=engine)
@@ -297,7 +297,7 @@ def build_from(
         hyper: as in `build`; those of `smat_fn.Schedule`.
     """
     hyper = {"sigma": 2e-3, **hyper}
-    found = [*(problems or []), *step.check(optimizer, max_grad_norm, engine)]
+    found = [*(problems or []), *step.check(optimizer, max_grad_norm, engine, donate=donate)]
     factors, wrong = _factors(alpha_depth, like if weights is None else weights)
     found += problems_of(schedule, factors=factors, **hyper) + wrong
     if not (wrong := problems_of(tree.predicate, where)):

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import random, tree
-from ..compiled import transformed, unread, valueless
-from ..errors import problems_of, raise_problems, shortened
+from ..errors import problems_of, raise_problems, shortened, takes
+from ..execution import transformed, unread, valueless
 from ..grad import Keyed
 from ..optim.chain import check_max_norm
 from ..simulation import reweight_and_clip
@@ -166,15 +166,7 @@ def advance(optimizer: Optimizer, state: State, grads: Params, *, donate: bool) 
     first = not isinstance(state.step, int) or state.step == 0
     leaves = tree.flatten(state.params) if first else {}
     before = {} if donate else tree.versions(leaves)
-    try:
-        result = optimizer.update(grads, state.opt_state, state.params, **options)
-    except TypeError as error:
-        if not donate or "donate" not in str(error):
-            raise
-        raise ValueError(
-            "donate=True needs an optimizer whose update takes donate: add *, donate=False to yours, with which it may "
-            "write into what it gets, or leave donate out"
-        ) from error
+    result = optimizer.update(grads, state.opt_state, state.params, **options)
     if not isinstance(result, (tuple, list)) or len(result) != 2:
         raise ValueError(f"the optimizer's update returned a {type(result).__name__}: return (params, state)")
     params, opt_state = result
@@ -229,11 +221,16 @@ def check_not_negative(**numbers: float | Tensor) -> list[str]:
     ]
 
 
-def check(optimizer: Any, max_grad_norm: float | None, engine: str) -> list[str]:
+def check(optimizer: Any, max_grad_norm: float | None, engine: str, *, donate: bool) -> list[str]:
     """Errors for the arguments that all methods share."""
     problems = []
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         problems.append(f"optimizer is a {type(optimizer).__name__}: give one with init and update (smat_fn.optim)")
+    elif donate and not takes(optimizer.update, 3, donate=True):
+        problems.append(
+            "donate=True needs an optimizer whose update takes donate: add *, donate=False to yours, with which it may "
+            "write into what it gets, or leave donate out"
+        )
     if engine not in get_args(Engine):
         problems.append(f"engine is {engine!r}, choose one of {', '.join(get_args(Engine))}")
     return problems + problems_of(check_max_norm, max_grad_norm, "max_grad_norm")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import random
-from ..compiled import array, loops_for
+from ..execution import array, loops_for
 from ..types import Aggregate, Params
 from .parts import looped
 from .parts.arithmetic import add, divisor, zeroed

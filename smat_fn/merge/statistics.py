@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import random, tree
-from ..compiled import unrounded
+from ..execution import unrounded
 from ..grad import ModuleLoss, value_and_grad
 from ..types import Batch, LossFn, Micro, Params
 from .parts.inputs import Leaves

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import tree
-from ..compiled import readable
+from ..execution import readable
 from .modules import sent
 
 IGNORED = -100  # label of a position that is not predicted

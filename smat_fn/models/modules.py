@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..execution import transformed
 from ..grad import ModuleLoss
 from ..tree import unwrapped
 from ..types import Aux
@@ -95,9 +96,7 @@ def frozen(module: nn.Module) -> dict[str, Tensor]:
 
 def sent(batch: Tensor, device: torch.device) -> Tensor:
     """A batch on the device; from pinned memory, for which a host that runs ahead of its GPU need not wait."""
-    if device.type != "cuda" or not batch.is_cpu or torch.compiler.is_compiling():
-        return batch.to(device)
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # in a transform it may have no memory of its own
+    if device.type != "cuda" or not batch.is_cpu or transformed():  # in a transform it may have no memory of its own
         return batch.to(device)
     return batch.pin_memory().to(device, non_blocking=True)
 

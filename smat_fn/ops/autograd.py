@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..compiled import opaque
+from ..execution import opaque
 from . import library, plain
 from .cpu import Drawn, Numbers
 

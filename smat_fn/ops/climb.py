@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..compiled import transformed
+from ..execution import transformed
 from . import cpu, launch, library
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import random, tree
-from ..compiled import array, loops_for
+from ..execution import array, loops_for
 
 BLOCK = 4096  # coordinates of one partial sum of the global norm, and of one program of a kernel
 

@@ -8,7 +8,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from ..compiled import constant
+from ..execution import constant
 from .cpu import Drawn, Numbers, first_blocks, kept_scale, noise_step, tiles
 
 LAUNCHES: Counter[str] = Counter()  # by kernel name

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..compiled import loops_for, transformed
 from ..errors import raise_problems
+from ..execution import loops_for, transformed
 from . import cpu, launch, plain
 from .cpu import Drawn, Numbers, first_blocks
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import random, tree
-from ..compiled import loops_for
+from ..execution import loops_for
 from .cpu import Drawn, Numbers, centered_fields, kept_scale, noise_step
 
 CHUNK = 1 << 19  # coordinates whose random fields are held at once

@@ -10,7 +10,7 @@ from torch.optim.adam import adam as torch_adam
 from torch.optim.adamw import adamw as torch_adamw
 
 from .. import tree
-from ..compiled import no_grad, refuse_donation, transformed
+from ..execution import no_grad, refuse_donation, transformed
 from ..types import Optimizer, Params, Schedule, Where
 from .partition import partition
 from .schedules import schedule_of

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..compiled import no_grad, refuse_donation, transformed
+from ..execution import no_grad, refuse_donation, transformed
 from ..types import Optimizer, Params, Schedule
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor
 
 from .. import tree
-from ..compiled import no_grad, refuse_donation
+from ..execution import no_grad, refuse_donation
 from ..simulation import reweight_and_clip
 from ..types import Optimizer, Params
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim._muon import muon as torch_muon
 
 from .. import errors, tree
-from ..compiled import no_grad, refuse_donation, transformed
+from ..execution import no_grad, refuse_donation, transformed
 from ..types import Optimizer, Params, Schedule, Where
 from .schedules import schedule_of
 

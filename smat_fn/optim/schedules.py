@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import errors
-from ..compiled import unread
+from ..execution import unread
 from ..types import Schedule
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from .. import tree
-from ..compiled import refuse_donation
+from ..execution import refuse_donation
 from ..types import Optimizer, Params
 
 

@@ -57,7 +57,7 @@ class Sharded:
     ) -> None:
         self._loss_fn, self._optimizer, self._where, self._max_norm = loss_fn, optimizer, where, max_grad_norm
         own: dict[str, Any] = {"sigma": 2e-3, **(simulated or {})}
-        problems = step.check(optimizer, max_grad_norm, "autograd")
+        problems = step.check(optimizer, max_grad_norm, "autograd", donate=True)
         if unknown := own.keys() - _HYPER:
             problems.append(f"shards have no {', '.join(sorted(unknown))}: give {', '.join(_HYPER)} alone")
         else:

@@ -5,7 +5,7 @@ from numbers import Real
 
 from torch import Tensor
 
-from ..compiled import unread
+from ..execution import unread
 from ..grad import loss_and_aux
 from ..types import Aux, Batch, LossFn, Params, Where
 from .state import Draw, Number, simulate

@@ -8,7 +8,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from ..compiled import constant
+from ..execution import constant
 from ..types import Noise
 
 _TABLES: dict[str, Tensor] = {}

@@ -5,7 +5,7 @@ import math
 from torch import Tensor
 
 from .. import tree
-from ..compiled import no_grad
+from ..execution import no_grad
 from ..types import Params, Where
 from .state import Draw, simulate
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .. import ops, random, tree
-from ..compiled import refuse_donation, transformed, unread
 from ..errors import raise_problems, shortened
+from ..execution import refuse_donation, transformed, unread
 from ..ops.cpu import Numbers
 from ..types import Noise, Params, Where
 from .noise import quantiles, table_on

@@ -38,7 +38,7 @@ def test_a_block_ends_with_its_problem_and_other_errors_go_on():
         ran.append("first")
         raise_problems(["b is 2", "c is 3"])
         ran.append("second")
-    assert (problems, ran) == (["a is 1", "b is 2; c is 3"], ["first"])
+    assert (problems, ran) == (["a is 1", "b is 2", "c is 3"], ["first"])
     with pytest.raises(KeyError), collected(problems):
         raise KeyError("d")
 

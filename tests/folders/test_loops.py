@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 
-from smat_fn import compiled
+from smat_fn import execution
 from smat_fn.config import (
     Breadcrumbs,
     Dare,
@@ -144,7 +144,7 @@ def _numba():
 @pytest.fixture
 def calls(monkeypatch):
     """Names of the loops that are called."""
-    loops, names = compiled.loops(), set()
+    loops, names = execution.loops(), set()
     for name in LOOPS:
         loop = getattr(loops, name)
         monkeypatch.setattr(loops, name, lambda *args, name=name, loop=loop: names.add(name) or loop(*args))
@@ -181,7 +181,7 @@ def test_equal_bits(name, dtypes, grid, calls, folders, tmp_path, monkeypatch):
         del experts["z"]
         experts["y"]["large"] = 1.0001 * experts["x"]["large"]  # their arc is a line
     paths = folders.save_family(tmp_path, base, experts)
-    with compiled.off():
+    with execution.off():
         if CONFIGS[name].based:
             expected = folders.in_memory(CONFIGS[name], base, experts)
         else:  # in memory the experts are of one dtype
@@ -200,7 +200,7 @@ def test_equal_magnitudes_stay_up_to_a_position(split):
     base, expert, out = torch.zeros(3000), torch.ones(3000), torch.empty(3000)
     bits = looped.bits_of(torch.tensor(1.0))
     window = looped.Window(
-        compiled.loops(), 0, 3000, sources([base, expert]), (base, expert), None, 1.0, out, torch.empty
+        execution.loops(), 0, 3000, sources([base, expert]), (base, expert), None, 1.0, out, torch.empty
     )
     band = (bits, bits + 1, looped.INFINITE, looped.INFINITE), (split, looped.NEVER)
     looped.ByMagnitude([band]).merge(window, looped.Terms([1.0], [1.0]))
@@ -217,7 +217,7 @@ def test_rounding_is_told_as_by_torch(out_dtype, folders, tmp_path):
         return report, folders.load(tmp_path / name)
 
     looped, merged = told("looped")
-    with compiled.off():
+    with execution.off():
         plain, expected = told("plain")
     folders.assert_same_bits(merged, expected)
     assert looped.rounding_ratio == pytest.approx(plain.rounding_ratio, rel=1e-4)
@@ -231,7 +231,7 @@ def test_values_that_are_not_finite_are_refused_as_by_torch(name, folders, tmp_p
     experts["z"]["large"].view(-1)[-1] = float("-inf")
     paths, texts = folders.save_family(tmp_path, base, experts), []
     for i in range(2):
-        plain = compiled.off() if i else nullcontext()
+        plain = execution.off() if i else nullcontext()
         with pytest.raises(ValueError, match="1 values that are NaN or infinite") as caught, plain:
             merge_folders(CONFIGS[name], *paths, tmp_path / "out", key=folders.key)
         texts.append(str(caught.value))
@@ -280,7 +280,7 @@ def test_a_sample_may_mislead(name, bracket, room, calls, folders, tmp_path, mon
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 63, 1024, 5000])
 def test_magnitudes_are_counted_beside_two_and_collected_between_them(size, dtype):
-    loops = compiled.loops()
+    loops = execution.loops()
     base, expert = (torch.randn(2, size) * 4).round().to(dtype) / 4
     values = (expert.float() - base.float()).abs().numpy().view("u4")
     for low, high in [(0, 1), (0, 0xFFFFFFFF), (values.max(), 0xFFFFFFFF), *pairwise(numpy.unique(values))]:
@@ -293,7 +293,7 @@ def test_magnitudes_are_counted_beside_two_and_collected_between_them(size, dtyp
 
 
 def test_a_sample_does_not_depend_on_windows():
-    loops = compiled.loops()
+    loops = execution.loops()
     base, expert = torch.randn(2, 50_000)
 
     def sample(*starts):
@@ -315,7 +315,7 @@ def test_a_sample_does_not_depend_on_windows():
 
 
 def test_all_float16_numbers_are_read_and_written_as_by_torch():
-    loops, one = compiled.loops(), numpy.ones(1, "f4")
+    loops, one = execution.loops(), numpy.ones(1, "f4")
 
     def copied(values, dtype):
         base, out = torch.zeros(len(values)), torch.empty(len(values), dtype=dtype)
@@ -375,7 +375,7 @@ def test_leaves_that_no_loop_can_read_in_place_are_copied_window_by_window(store
 
 @pytest.mark.parametrize("case", ["few weights", "many", "started", "not a sum"])
 def test_sums_take_a_loop_where_that_saves_time(case, calls, folders, tmp_path, monkeypatch):
-    monkeypatch.setattr(compiled, "started", lambda: case == "started")
+    monkeypatch.setattr(execution, "started", lambda: case == "started")
     monkeypatch.setattr(chunks, "STARTED", 0 if case == "many" else 1 << 31)
     base, experts = trees(DTYPES["float32"], 0.25)
     paths = folders.save_family(tmp_path, base, experts)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
-from smat_fn import compiled, merge, random
+from smat_fn import execution, merge, random
 from smat_fn.merge.della import ascending
 from smat_fn.merge.parts import ranks
 from smat_fn.merge.parts.arithmetic import Norm, agreeing, elected, halved, products, zeroed
@@ -130,7 +130,7 @@ def test_a_norm_depends_on_no_cut(dtype):
     whole = norm()
     assert norm(1, 4096, 4096, 5000, 50_000, 99_999) == whole
     assert norm(*range(7, len(values), 1000)) == whole
-    with compiled.off():
+    with execution.off():
         assert norm() == norm(4095) == whole
     blocks = [halved(block[None].abs().double()).item() for block in pad(values, (0, 4096)).split(4096)]
     assert whole == math.fsum(blocks)
@@ -141,7 +141,7 @@ def test_a_norm_depends_on_no_cut(dtype):
 @pytest.mark.parametrize("size", [1, 7, 1000, 4096, 10_001, 1 << 18])
 def test_inner_products_of_a_block_by_loops_are_those_of_torch(size):
     rows = torch.randn(4, size) * torch.tensor([[1e-20], [1.0], [1e15], [-3.0]])
-    with compiled.off():
+    with execution.off():
         expected = products(rows)
     assert torch.equal(products(rows), expected)
     scale = rows.double().square().sum(1).sqrt()

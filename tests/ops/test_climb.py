@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from smat_fn import compiled, ops, testing, tree
+from smat_fn import execution, ops, testing, tree
 from smat_fn.ops import launch
 
 SHAPES = {"long": (5, 4099), "block": (4096,), "short": (7,), "number": (), "nothing": (0, 3)}
@@ -39,7 +39,7 @@ def test_every_way_is_the_formula(dtype, adaptive):
             want = formula(params, slopes, 0.3, adaptive)
         inputs = [leaf.clone() for leaf in (*params.values(), *slopes.values())]
         found = ops.climb(list(params.values()), list(slopes.values()), rho=0.3, adaptive=adaptive)
-        with compiled.off():
+        with execution.off():
             plain = ops.climb(list(params.values()), list(slopes.values()), rho=0.3, adaptive=adaptive)
         for path, a, b, c in zip(params, found, plain, want, strict=True):
             assert a.dtype == params[path].dtype

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.func import vmap
 
-from smat_fn import compiled, merge, ops, random
+from smat_fn import execution, merge, ops, random
 from smat_fn.merge.parts.looped import ByField, Terms, Window, ordered, sources
 from smat_fn.ops import cpu
 from smat_fn.ops.cpu import centered_fields
@@ -27,13 +27,13 @@ ANY = torch.zeros(1)
 def _numba():
     if os.environ.get("SMAT_FN_NUMBA") == "0":
         pytest.skip("numba is switched off")
-    assert compiled.loops_for(ANY) is not None
+    assert execution.loops_for(ANY) is not None
 
 
 @pytest.fixture
 def calls(monkeypatch):
     """Names of the loops that are called."""
-    loops, names = compiled.loops_for(ANY), []
+    loops, names = execution.loops_for(ANY), []
 
     def spy(name, loop, *args):
         names.append(name)
@@ -46,8 +46,8 @@ def calls(monkeypatch):
 
 def both(run):
     """``run()`` by the loops and without them."""
-    with compiled.off():
-        assert compiled.loops_for(ANY) is None
+    with execution.off():
+        assert execution.loops_for(ANY) is None
         without = run()
     return run(), without
 
@@ -64,7 +64,7 @@ def test_fields_are_those_of_random_bits(start, calls):
     streams = torch.stack([random.split(random.key(1))[0], torch.tensor([-7, -3]), torch.tensor([2**62, 2**63 - 1])])
     got = centered_fields([key for key in streams for _ in SIZES], [(start, start + size) for size in SIZES] * 3)
     assert calls == ["words", "fields"]
-    with compiled.off():
+    with execution.off():
         expected = [random.bits(key, size, start=start) - 32768 for key in streams for size in SIZES]
     same_bits(got, [field.to(torch.int16) for field in expected])
 
@@ -197,7 +197,7 @@ def test_rows_are_ordered_by_magnitude_then_position(length, bits, kind):
     rows = torch.randn(3, length, generator=torch.Generator().manual_seed(length))
     delta = ROWS[kind][1](rows).contiguous()
     order, places = ordered(
-        compiled.loops(), compiled.array(delta), length, lambda _, *size: torch.empty(size[0], dtype=size[1])
+        execution.loops(), execution.array(delta), length, lambda _, *size: torch.empty(size[0], dtype=size[1])
     )
     assert order.itemsize * 8 == bits
     found = torch.from_numpy((order & places).astype("int64")).view(3, length)
@@ -220,13 +220,13 @@ def test_special_numbers_in_merges():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_dropped_changes_are_merged_in_one_pass(dtype, start):
     base, *leaves = parts = list(torch.randn(3, 4099).to(dtype))
-    loops, keys = compiled.loops(), torch.stack([random.key(3), random.key(4)])
+    loops, keys = execution.loops(), torch.stack([random.key(3), random.key(4)])
     fields, threshold = [random.bits(key, 4099, start=start) for key in keys], int(random.threshold(0.9))
 
     def merged(parts):
         out = torch.empty_like(base)
         window = Window(
-            loops, start, len(out), sources(parts), parts, compiled.array(keys).reshape(-1, 2), 0.5, out, torch.empty
+            loops, start, len(out), sources(parts), parts, execution.array(keys).reshape(-1, 2), 0.5, out, torch.empty
         )
         return out, ByField([threshold] * 2).merge(window, Terms([1, 1], [1, 1]))
 
@@ -250,7 +250,7 @@ def test_traced_batched_and_foreign_tensors_are_left_to_torch():
     seen = []
 
     def fn(x):
-        seen.append(compiled.loops_for(x))
+        seen.append(execution.loops_for(x))
         return x * 1
 
     vmap(fn)(torch.zeros(3))
@@ -262,7 +262,7 @@ def test_traced_batched_and_foreign_tensors_are_left_to_torch():
     fn(torch.zeros(3, device="meta"))
     assert seen == [None] * len(seen)
     assert len(seen) >= 6
-    assert compiled.loops_for(torch.zeros(3), torch.nn.Parameter(torch.zeros(3))) is not None
+    assert execution.loops_for(torch.zeros(3), torch.nn.Parameter(torch.zeros(3))) is not None
 
 
 def python(code, **environment):
@@ -273,7 +273,7 @@ def python(code, **environment):
     return done.stdout.strip()
 
 
-DRAW = "from smat_fn import compiled, random; import torch; print(random.bits(random.fold_in(random.key(4), 2), 9))"
+DRAW = "from smat_fn import execution, random; import torch; print(random.bits(random.fold_in(random.key(4), 2), 9))"
 LOADED = "; import sys; print([name for name in ('numba', 'smat_fn._loops') if sys.modules.get(name)])"
 
 
@@ -290,4 +290,4 @@ def test_numba_is_loaded_on_first_use(monkeypatch):
     rooms = "import smat_fn.folders, smat_fn.mat, smat_fn.simulation"
     assert python(f"{rooms}{LOADED}; {DRAW}{LOADED}") == f"[]\n{expected}\n['numba', 'smat_fn._loops']"
     monkeypatch.setenv("SMAT_FN_NUMBA", "0")
-    assert compiled._imported.__wrapped__() is None
+    assert execution._imported.__wrapped__() is None

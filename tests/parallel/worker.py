@@ -16,7 +16,7 @@ import torch.utils.checkpoint
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from smat_fn import checkpoint, compiled, draw, lora, optim, parallel, random, simulate
+from smat_fn import checkpoint, draw, execution, lora, optim, parallel, random, simulate
 from smat_fn.config import Finetune, Smat, Training
 from smat_fn.data.batching import split_rows
 from smat_fn.grad import ModuleLoss, value_and_grad, with_master_weights
@@ -462,7 +462,7 @@ def main(rank, folder):
 
 
 if __name__ == "__main__":
-    compiled.loops()
+    execution.loops()
     child = os.fork()  # after the imports, which take longer than all else
     main(0 if child else 1, sys.argv[1])
     if child:

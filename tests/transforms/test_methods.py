@@ -17,7 +17,7 @@ from torch.func import grad, jacfwd, jvp, vmap
 
 import smat_fn.mat
 import smat_fn.tree
-from smat_fn import compiled, draw, lora, optim, random, reweight, simulate
+from smat_fn import draw, execution, lora, optim, random, reweight, simulate
 from smat_fn.grad import ModuleLoss
 from smat_fn.mat import finetune, smat
 from smat_fn.mat.step import as_tensors
@@ -149,7 +149,7 @@ def compiles(run, backend):
 def few_rounds(monkeypatch):
     # a tenth of the rounds to trace, which compiled loops do not follow
     monkeypatch.setattr(random, "_ROUNDS", 1)
-    monkeypatch.setattr(compiled, "_off", True)
+    monkeypatch.setattr(execution, "_off", True)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

@@ -11,7 +11,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
-from smat_fn import compiled, random
+from smat_fn import execution, random
 from smat_fn.simulation import draw, materialise, reweight, simulate
 from smat_fn.testing import assert_trees_close, random_tree
 
@@ -248,7 +248,7 @@ def test_compiled_without_graph_breaks(compiler, monkeypatch, use):
     # a tenth of the rounds to trace, which compiled loops do not follow; the next test and Inductor's take all
     monkeypatch.setattr(random, "_ROUNDS", 1)
     monkeypatch.setattr(random, "_leaf_table", random._leaf_table.__wrapped__)  # kept tables are of all rounds
-    monkeypatch.setattr(compiled, "_off", True)
+    monkeypatch.setattr(execution, "_off", True)
     actual, expected = COMPILED[use]
     check(actual(compiler("aot_eager")), expected(Closed()))
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ... import checkpoint, errors, tree
-from ...compiled import unrounded
+from ...execution import unrounded
 from ...merge.around.factors import Factors
 from .naming import namings
 from .reading import Folder, Pickled, Read, Store, Stored, config_of, foreign

@@ -8,8 +8,8 @@ from pathlib import Path
 from safetensors.torch import save
 from torch import Tensor
 
-from .beside import Files
 from .reading import Folder
+from .side_files import Files
 from .stacks import layer_of, layers_of
 from .vocabulary import differs_in_rows
 

@@ -13,8 +13,8 @@ from ...progress import downloading
 from ...tree import unwrapped
 from .adapters import BESIDE
 from .adapters import CONFIG as ADAPTER
+from .optional_leaves import may_be_spare, recast
 from .reading import DTYPES, PICKLED, PICKLES, SUFFIXES, config_of, open_folder, refused_by_config
-from .spare import may_be_spare, recast
 from .stacks import folders_of
 from .towers import part_config
 from .vocabulary import HEAD, by_token

@@ -11,16 +11,16 @@ from torch import Tensor
 from ... import errors
 from ...merge.parts.inputs import Leaves, fit_problems
 from .adapters import is_adapter, open_adapter
-from .beside import differences
 from .heads import apart, left_out, unprefixed, ways_out
 from .hub import header_problems, local_folder, unavailable
-from .inside import inside
-from .kinship import strangers
+from .lineage import strangers
 from .naming import Naming, namings
+from .optional_leaves import with_bases
 from .reading import PIPELINE, Folder, Read, open_folder
-from .spare import with_bases
+from .side_files import differences
 from .stacks import adapted_by, parts_of, stacked
 from .towers import fitted, prefix_of
+from .vision_language import inside
 from .vocabulary import HEAD, fit_rows, one_head, tokenizer_notes
 
 RESERVED = "base", "union"  # what options of an output's files may name, beside experts

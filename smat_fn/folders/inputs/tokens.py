@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ... import errors
-from .beside import TOKENIZER, Files, files_of
+from .optional_leaves import may_be_copy
 from .reading import Folder, Read, config_of
-from .spare import may_be_copy
+from .side_files import TOKENIZER, Files, files_of
 from .vocabulary import by_token
 
 Tokens: TypeAlias = Mapping[str, Mapping[str, Any]]  # by token: "model" (and "token" or "id" there) or "zero"; "force"

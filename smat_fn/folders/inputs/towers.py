@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
+from .optional_leaves import predicts_ahead
 from .reading import Folder, config_of
-from .spare import predicts_ahead
 
 Config = Mapping[str, Any]
 

@@ -14,7 +14,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from ... import compiled, errors, tree
+from ... import errors, execution, tree
 from ...merge.parts.chunks import BYTES_PER_COORDINATE, CHUNK, Piece, fields_of, groups, mask_keys, row_length
 from ...merge.parts.looped import KINDS, NORMED, Loop, Window, sources
 from ...merge.parts.merger import Mapped, Merger, Rule
@@ -170,7 +170,7 @@ def rule_of(job: Job, leaves: Mapped) -> Rule:
     """The merger's rule; sums of few weights without a loop, since starting numba takes more time than it saves."""
     rule = job.config.rule(leaves)
     weights = sum(leaf.numel() for leaf in job.base.leaves.values()) * len(job.experts)
-    keep = rule.total is None or weights >= STARTED or compiled.started()
+    keep = rule.total is None or weights >= STARTED or execution.started()
     return rule if keep else rule._replace(loop=None)
 
 
@@ -192,7 +192,7 @@ def looped(job: Job, path: str) -> bool:
     folders = job.base, *job.experts.values()
     dtypes = {folder.leaves[path].dtype for folder in folders} | {target(job, path)}
     takes = job.device.type == "cpu" and job.base.leaves[path].numel() and dtypes <= set(KINDS)
-    return bool(takes) and not any(path in folder.absent for folder in folders) and compiled.loops() is not None
+    return bool(takes) and not any(path in folder.absent for folder in folders) and execution.loops() is not None
 
 
 class Sources:
@@ -241,10 +241,10 @@ def _by_loop(job: Job, rule: Rule, path: str, loop: Loop) -> Iterator[Callable[[
 
 def _windows(job: Job, path: str, read: Sources) -> Callable[[int, int, Tensor], Window]:
     """Coordinates [start, stop) of a leaf for a loop, whose merged values are written into the last argument."""
-    loops, coef, room = compiled.loops(), job.coefs.get(path, 1.0), partial(job.scratch.take, device=job.device)
+    loops, coef, room = execution.loops(), job.coefs.get(path, 1.0), partial(job.scratch.take, device=job.device)
     assert loops is not None
     drawn = None if job.key is None else mask_keys(job.key, list(job.experts), [path])
-    keys = None if drawn is None else compiled.array(drawn.contiguous()).reshape(-1, 2)
+    keys = None if drawn is None else execution.array(drawn.contiguous()).reshape(-1, 2)
     return lambda start, stop, values: Window(loops, start, stop - start, *read(start, stop), keys, coef, values, room)
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy
 
-from ... import compiled
+from ... import execution
 from ...merge.parts.ranks import Order
 from .chunks import Job, Sources, spans
 
@@ -225,6 +225,6 @@ def _magnitudes(job: Job, name: str, group: Sequence[str]) -> Any:
 
 
 def _loops() -> ModuleType:
-    loops = compiled.loops()
+    loops = execution.loops()
     assert loops is not None
     return loops

@@ -13,7 +13,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from ... import compiled
+from ... import execution
 from ...checkpoint import STATISTICS
 from ...merge.parts import arithmetic
 from ...merge.parts.arithmetic import add, gram_sum, products, products_of
@@ -97,7 +97,7 @@ class Survey:
         job, dtype = self.job, compute_dtype(self.job, path)
         count = sum(path not in folder.absent for folder in job.experts.values())
         based, cuts = job.config.based, spans(job.base.leaves[path], arithmetic.BLOCK)
-        if (loops := compiled.loops()) is not None and looped(job, path):
+        if (loops := execution.loops()) is not None and looped(job, path):
             read = Sources(job, path, job.experts)
 
             def by_loop(start: int, stop: int) -> Tensor:
@@ -170,7 +170,7 @@ class Survey:
         job = self.job
 
         def tasks(path: str) -> Iterator[Callable[[], int]]:
-            loops, bands = compiled.loops(), bands_of(self.cuts[path]) if looped(job, path) else None
+            loops, bands = execution.loops(), bands_of(self.cuts[path]) if looped(job, path) else None
             if loops is None or bands is None:
                 limit = min(job.chunk // len(job.experts), span_of(job))
                 return (partial(plain, path, *span) for span in spans(job.base.leaves[path], limit))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import errors, random, tree
-from ...compiled import unrounded
+from ...execution import unrounded
 from ...tree import dtype_name
 from ..parts.arithmetic import divisor
 from ..parts.inputs import key_problems, type_problems

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ... import tree
-from ...compiled import array, loops_for
+from ...execution import array, loops_for
 from .looped import NORMED, sources
 
 PART = 4096  # coordinates whose products are added by halves: part of the definition of `gram`

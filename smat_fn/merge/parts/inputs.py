@@ -7,11 +7,11 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from torch._C import _functorch
 from torch.autograd import forward_ad
 
 from ... import errors, tree
 from ...errors import problems_of
+from ...execution import batched, layers, tracked
 from ...tree import dtype_name
 from ...types import Params
 
@@ -45,11 +45,8 @@ def type_problems(**values: object) -> list[str]:
 def derivative_problems(label: str, leaves: Mapping[str, Tensor]) -> list[str]:
     """The error for a leaf that torch.func differentiates: it would be read without, and every derivative be 0."""
     for path, leaf in leaves.items():
-        inner, tracked = leaf, forward_ad.unpack_dual(leaf).tangent is not None
-        while not tracked and _functorch.is_functorch_wrapped_tensor(inner):  # what is made inside is wrapped too
-            tracked = _functorch.is_gradtrackingtensor(inner) and inner.requires_grad
-            inner = _functorch.get_unwrapped(inner)
-        if tracked:
+        dual = forward_ad.unpack_dual(leaf).tangent is not None
+        if dual or any(map(tracked, layers(leaf))):  # what is made inside is wrapped, but not tracked
             return [
                 f"{path!r} of {label} is differentiated by torch.func, and merging has no derivative: merge outside of "
                 "it, or write the merge with smat_fn.merge.task_vector, which has one"
@@ -61,7 +58,7 @@ def batch_problems(trees: Mapping[str, Leaves]) -> list[str]:
     """The error for a leaf that ``torch.func.vmap`` batches: thresholds and compiled loops read values."""
     for label, leaves in trees.items():
         for path, leaf in leaves.items():
-            if _functorch.is_batchedtensor(leaf):
+            if batched(leaf):
                 return [
                     f"{path!r} of {label} is batched by torch.func.vmap, and merging reads values: call it in a "
                     "loop, or write the merge with smat_fn.merge.task_vector, which vmap takes"

@@ -12,7 +12,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from ...compiled import array
+from ...execution import array
 from ...ops.cpu import place
 
 KINDS = torch.float32, torch.bfloat16, torch.float16  # that the loops read and write, by their number

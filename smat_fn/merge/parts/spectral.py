@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from ...compiled import transformed, unrounded_everywhere
+from ...execution import transformed, unrounded_everywhere
 from . import tall
 from .arithmetic import add, divided
 from .chunks import Fuse

@@ -82,8 +82,8 @@ def rows_of(
     """
     from ...analyses.interference import as_rows
     from ...analyses.interference import interference as compute
+    from ...folders.inputs.config_source import Whose
     from ...folders.inputs.opening import inputs_of, open_inputs
-    from ...folders.inputs.whose import Whose
     from ..merge.inputs import by_name
 
     known, problems = by_name(base, experts, None)

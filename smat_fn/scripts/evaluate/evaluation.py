@@ -19,7 +19,7 @@ from ...evaluate.statistics import differences
 from ...folders.inputs.adapters import is_adapter
 from ...folders.inputs.opening import local_folder, read_inputs
 from ...folders.inputs.reading import open_folder
-from ...folders.several import is_several, task_params
+from ...folders.multi_task import is_several, task_params
 from ...report.tables import MainTable, main_table, markdown
 from ...suites import Suite, load_suite
 from ...types import Params

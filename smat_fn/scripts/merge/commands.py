@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import outcome
@@ -76,7 +77,7 @@ def extract_lora(args: ExtractLora) -> None:
     try:
         made = extract_lora(args.base, args.expert, args.out, rank=args.rank, overwrite=args.overwrite)
     except ValueError as error:
-        if "parameter" not in str(error) or not manifest_of(args.expert):
+        if not manifest_of(args.expert) or _names(args.expert) <= _names(args.base):
             raise
         way = f"merge.py export {args.expert} --base {args.base} --out FOLDER, then pass --expert FOLDER"
         raise ValueError(
@@ -86,6 +87,12 @@ def extract_lora(args: ExtractLora) -> None:
         print(line)
     outcome.add("written", args.out)
     print(f"extracted: {args.out}, rank {args.rank}, {size_text(made.bytes)}, relative error {made.error:.2e} in all")
+
+
+def _names(model: Path) -> frozenset[str]:
+    from ...folders.inputs.opening import open_input
+
+    return frozenset(open_input("model", model).leaves)
 
 
 def summary(made: "Extracted") -> Iterator[str]:

@@ -14,7 +14,7 @@ from ...folders import Options, Report, local_folder, merge_folders, open_folder
 from ...folders.inputs.adapters import is_adapter
 from ...folders.inputs.opening import Place
 from ...folders.inputs.reading import Folder
-from ...folders.several import export_task, is_several, open_several
+from ...folders.multi_task import export_task, is_several, open_several
 from ...lora.adapters import A, B, layer_of
 from .card import exported_card, licenses_of
 from .finished import hashes, texts

@@ -283,7 +283,7 @@ def load_inputs(
                     check_weights(path, manifest)
             tree.check_finite(loaded[name], str(path))
         except ValueError as error:
-            problems += str(error).split("; ")
+            problems += errors.texts(error)
     errors.raise_problems(list(dict.fromkeys(problems + others)))
     assert origin is not None
     every = {path for own in stand_ins.values() for path in own}  # a head of base's shape is merged with no other

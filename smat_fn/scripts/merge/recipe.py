@@ -14,13 +14,14 @@ import yaml
 
 from ... import errors
 from ...config import MERGERS, MORE_MERGERS, MergerConfig, Semantics
+from ...errors import check_member, problems_of
 from ...folders import Options
 from ...folders.inputs.hub import repository_of
 from ...folders.inputs.reading import is_single
 from ...folders.inputs.stacks import adapted_by, parts_of, stack_of
 from .recipe_forms import number_of, plain
 from .recipe_methods import METHODS
-from .recipe_problems import PARAMETERS, foreign_file, one_of, settings_problems, unknown_fields
+from .recipe_problems import PARAMETERS, foreign_file, settings_problems, unknown_fields
 from .recipe_resolve import Recipe, entries, resolve
 from .recipe_templates import TEMPLATES
 from .recipe_write import OWN
@@ -102,10 +103,10 @@ def _problems(found: Mapping[str, Any]) -> Iterator[str]:
     if found.get("merge_method") is None:
         yield f"merge_method is missing: give one of {', '.join(METHODS)}"
     elif method is None:
-        yield f"merge_method is {found['merge_method']!r}: {one_of(str(found['merge_method']), METHODS)}"
+        yield from problems_of(check_member, "merge_method", str(found["merge_method"]), list(METHODS))
     for name in ("dtype", "out_dtype"):
-        if found.get(name) not in (None, *DTYPES):
-            yield f"{name} is {found[name]!r}: {one_of(str(found[name]), DTYPES)}"
+        if found.get(name) is not None:
+            yield from problems_of(check_member, name, str(found[name]), list(DTYPES))
     yield from _beside_problems(found)
     if found.get("models") and found.get("slices"):
         yield "models and slices are both given: leave one out"

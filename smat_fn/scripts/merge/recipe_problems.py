@@ -1,11 +1,11 @@
 """Errors for fields and parameters of mergekit's recipes that have no meaning here, each reported once."""
 
-import difflib
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...errors import suggestion
 from .recipe_forms import number_of
 from .recipe_methods import METHODS, Method
 from .recipe_resolve import entries
@@ -39,12 +39,6 @@ def foreign_file(found: Mapping[str, Any], file: Path) -> str:
     return ""
 
 
-def one_of(given: str, known: Collection[str]) -> str:
-    """The way out of a wrong word: the near one, or all."""
-    near = difflib.get_close_matches(given.lower(), known, n=1, cutoff=_NEAR)
-    return f"did you mean {near[0]}?" if near else f"must be one of {', '.join(known)}"
-
-
 def unknown_fields(names: Iterable[str]) -> Iterator[str]:
     """Errors for fields beside ``merge_method`` that a recipe does not have."""
     rest = list[str]()
@@ -55,8 +49,8 @@ def unknown_fields(names: Iterable[str]) -> Iterator[str]:
             yield f"{name} is a field of tokenizer: put it there, as tokenizer: {{{name}: ...}}"
         elif name in PARAMETERS:
             yield f"{name} is a parameter: put it under parameters"
-        elif near := difflib.get_close_matches(str(name), FIELDS, n=1, cutoff=_NEAR):
-            yield f"{name} is not a field of a recipe: did you mean {near[0]}?"
+        elif near := suggestion(str(name), FIELDS, alike=_NEAR):
+            yield f"{name} is not a field of a recipe{near}"
         else:
             rest.append(str(name))
     if rest:
@@ -108,8 +102,8 @@ def _foreign(names: Mapping[str, Sequence[str]], called: str, method: Method) ->
             yield f"{where}: {called} is implemented with {name} {VARIANTS[called, name]} alone, delete it"
         elif name in method.shared:
             yield f"{where}: {name} is one of the whole merge, put it under parameters beside merge_method"
-        elif name not in PARAMETERS and (near := difflib.get_close_matches(str(name), own, n=1, cutoff=_NEAR)):
-            yield f"{where} is not a parameter of {called}: did you mean {near[0]}?"
+        elif name not in PARAMETERS and (near := suggestion(str(name), own, alike=_NEAR)):
+            yield f"{where} is not a parameter of {called}{near}"
         else:
             rest[str(name)] = where
     if rest:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from ... import errors
 from ...config import MergerConfig
-from ...folders.inputs.beside import TOKENIZER, files_of
 from ...folders.inputs.hub import header_problems, local_folder, unavailable
 from ...folders.inputs.opening import key_of, open_input
+from ...folders.inputs.side_files import TOKENIZER, files_of
 from ...folders.inputs.stacks import Part, adapted_by, is_first, layer_of, layers_of, stack_of
 from .recipe_methods import METHODS, Method, Resolved, nuslerp_alone, values_of
 from .recipe_templates import NOTES, TEMPLATES

@@ -40,7 +40,7 @@ def find_snapshots(run: Path, experts: Sequence[Path]) -> dict[int, list[Path]]:
             try:
                 manifest = checkpoint.load_manifest(path)
             except ValueError as error:
-                problems.append(str(error))
+                problems += errors.texts(error)
                 continue
             own, place = manifests[path.name], manifest.get("snapshot", {})
             rows = [(facts.get("train_rows") or {}).get("hash") for facts in (manifest, own)]

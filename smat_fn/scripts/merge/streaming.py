@@ -31,7 +31,7 @@ from ...folders import (
 from ...folders.files import UNITS, Hashing, size_text
 from ...folders.inputs.opening import open_input
 from ...folders.inputs.stacks import parts_of
-from ...folders.several import is_several, merge_several, open_several, plan_several, prepare_several
+from ...folders.multi_task import is_several, merge_several, open_several, plan_several, prepare_several
 from ...folders.streaming.chunks import Job
 from ...folders.writing import Shard, exclusive
 from ...merge import lines_rules
@@ -249,8 +249,7 @@ def _check(configs: Sequence[MergerConfig], order: Order, hashing: Hashing) -> l
             problems.append(
                 f"--part requires one model: give --task, or merge {config.name} for all tasks without --part"
             )
-        for text in problems_of(_prepared, config, order, options):
-            problems += text.split("; ")
+        problems += problems_of(_prepared, config, order, options)
     errors.raise_problems(list(dict.fromkeys(problems)))  # all mergers have the same inputs
     return kept
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from ...folders import read_inputs
 from ...folders.inputs.naming import Naming
 from ...folders.inputs.opening import local_folder, place_of
+from ...folders.inputs.optional_leaves import computed, copy_of, predicts_ahead
 from ...folders.inputs.reading import Folder, config_of, reader_of_tensor
-from ...folders.inputs.spare import computed, copy_of, predicts_ahead
 from ...merge.parts.inputs import Leaves
 from ...suites import SUITES, Suite, describe_options
 from ...tree import dtype_name

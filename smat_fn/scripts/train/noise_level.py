@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import analyses, checkpoint, lora, merge, tree
+from ... import analyses, checkpoint, lora, tree
 from ...analyses.diagnose import unmoved
 from ...config import Finetune, MethodConfig, Smat, Training, settings
 from ...parallel import ALONE, World
+from ...simulation import relative
 from ...suites import Suite
 from ...types import Params
 from ..merge.inputs import manifest_of
@@ -211,9 +212,7 @@ def update_rms(params: Params, base: Params) -> float:
     """RMS of ``params - base`` over all coordinates of the floating-point leaves of ``base``; others did not move."""
     found, leaves = tree.flatten(params), tree.flatten(base)
     start = {path: leaf for path, leaf in leaves.items() if leaf.is_floating_point()}
-    moved = {path: found.get(path, leaf) for path, leaf in start.items()}
-    squares = merge.norms(start, {"expert": moved})["expert"] ** 2
-    return (squares / sum(leaf.numel() for leaf in start.values())) ** 0.5
+    return float(relative.update_rms({path: found.get(path, leaf) for path, leaf in start.items()}, start))
 
 
 def coarse_line(base: Mapping[str, Tensor], method: MethodConfig, training: Training, *, above: float = 0.0) -> str:

@@ -277,14 +277,14 @@ REFUSALS = {
     "models is missing: list the models to merge, or slices of them": {"merge_method": "linear"},
     "models and slices are both given: leave one out": SHARED | {"slices": [ONE]},
     "merge_method is missing: give one of linear": {"models": SHARED["models"]},
-    "merge_method is 'Tie': did you mean ties?": SHARED | {"merge_method": "Tie"},
-    "dtype is 'bfloat16`': did you mean bfloat16?": SHARED | {"dtype": "bfloat16`"},
-    "dype is not a field of a recipe: did you mean dtype?": SHARED | {"dype": "float32"},
+    "merge_method 'Tie' is unknown, did you mean 'ties'?": SHARED | {"merge_method": "Tie"},
+    "dtype 'bfloat16`' is unknown, did you mean 'bfloat16'?": SHARED | {"dtype": "bfloat16`"},
+    "dype is not a field of a recipe, did you mean 'dtype'?": SHARED | {"dype": "float32"},
     "select_topk is a parameter: put it under parameters": SHARED | {"select_topk": 0.5},
     "pad_to_multiple_of is a field of tokenizer: put it there": SHARED | {"pad_to_multiple_of": 8},
     "colour, out_path are not fields of a recipe, which has merge_method, base_model": SHARED
     | {"out_path": "x", "colour": 1},
-    "parameters.densty is not a parameter of ties: did you mean density?": SHARED | {"parameters": {"densty": 1}},
+    "parameters.densty is not a parameter of ties, did you mean 'density'?": SHARED | {"parameters": {"densty": 1}},
     "parameters.lambda of model": SHARED | {"models": [{"model": "A", "parameters": {"weight": 1, "lambda": 1}}]},
     "lambda is one of the whole merge, put it under parameters beside merge_method": SHARED
     | {"models": [{"model": "A", "parameters": {"weight": 1, "lambda": 1}}]},

@@ -12,7 +12,7 @@ import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
-from smat_fn import checkpoint, compiled, lora, merge, random
+from smat_fn import checkpoint, execution, lora, merge, random
 from smat_fn.config import (
     DIGITS,
     Breadcrumbs,
@@ -327,8 +327,8 @@ def test_a_merge_that_is_done_stays_and_the_others_follow(copied, tmp_path):
 
 
 def test_sums_of_few_weights_start_no_compiled_loops(copied, tmp_path, monkeypatch):
-    monkeypatch.setattr(compiled, "_imported", lambda: pytest.fail("numba would be imported"))
-    monkeypatch.setattr(compiled, "started", lambda: False)
+    monkeypatch.setattr(execution, "_imported", lambda: pytest.fail("numba would be imported"))
+    monkeypatch.setattr(execution, "started", lambda: False)
     order = streaming.order(*copied, out=tmp_path / "out", seed=3)
     assert len(list(streaming.stream_run([TA, WeightAverage()], order))) == 2
 

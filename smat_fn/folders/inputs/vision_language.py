@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor
 
 from ... import errors
-from .beside import differences
+from .optional_leaves import computed, predicts_ahead
 from .reading import Folder, config_of
-from .spare import computed, predicts_ahead
+from .side_files import differences
 from .towers import compared
 from .vocabulary import HEAD, differs_in_rows, equal_leaves, fit_rows, tied_to, tokenizer_notes
 

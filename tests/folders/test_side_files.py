@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from smat_fn.config import ModelStock, TaskArithmetic, WeightAverage
 from smat_fn.folders import merge_folders, open_folder, plan, read_inputs
-from smat_fn.folders.inputs.beside import template_of
+from smat_fn.folders.inputs.side_files import template_of
 from smat_fn.folders.inputs.stacks import parts_of, stack_of, stacked
 
 _file = Path(__file__).parents[1] / "scripts/merge/make_recipes.py"

@@ -1,4 +1,4 @@
-"""Execution modes of a call: numba loops, or inside torch.func transforms, torch.compile or torch modes.
+"""How a call runs: in numba loops, or in plain torch, as inside torch.func, torch.compile and torch's modes.
 
 The loops are imported on first use and change no bit. They read and write plain memory of the CPU. Inside `off` or with
 ``SMAT_FN_NUMBA=0`` torch does all.
@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 import numpy
 import torch
 from torch import Tensor
+from torch._C import _functorch  # nothing public says whether a transform is active
 from torch.autograd import forward_ad
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -38,7 +39,7 @@ def loops_for(*tensors: Tensor) -> ModuleType | None:
     if torch.compiler.is_compiling() or _off or torch._C._len_torch_dispatch_stack():
         return None
     for tensor in tensors:
-        if type(tensor) not in _TYPES or not tensor.is_cpu or _wrapped(tensor):
+        if type(tensor) not in _TYPES or not tensor.is_cpu or wrapped(tensor):
             return None
     return _imported()
 
@@ -56,11 +57,8 @@ def readable(*tensors: Tensor) -> bool:
     return (
         not transformed()  # inside, torch wraps what it hands to numpy
         and not _replaced()
-        and all(type(tensor) in _TYPES and tensor.is_cpu and not _wrapped(tensor) for tensor in tensors)
+        and all(type(tensor) in _TYPES and tensor.is_cpu and not wrapped(tensor) for tensor in tensors)
     )
-
-
-_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def _replaced() -> bool:
@@ -95,12 +93,34 @@ def array(tensor: Tensor) -> Any:
 
 def transformed() -> bool:
     """Whether torch.func or torch.compile is active: tensors may lack values, and nothing is written in place."""
-    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+    return torch.compiler.is_compiling() or _functorch.peek_interpreter_stack() is not None
+
+
+def wrapped(tensor: Tensor) -> bool:
+    """Whether a transform of torch.func holds the tensor, whose values it may not have."""
+    return bool(_functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def batched(tensor: Tensor) -> bool:
+    """Whether ``torch.func.vmap`` batches a tensor, in its innermost transform."""
+    return bool(_functorch.is_batchedtensor(tensor))
+
+
+def tracked(tensor: Tensor) -> bool:
+    """Whether ``torch.func`` records a derivative with respect to a tensor, in its innermost transform."""
+    return bool(_functorch.is_gradtrackingtensor(tensor)) and tensor.requires_grad
+
+
+def layers(tensor: Tensor) -> Iterator[Tensor]:
+    """A tensor as each transform around the call sees it, the innermost first; none outside of transforms."""
+    while wrapped(tensor):
+        yield tensor
+        tensor = _functorch.get_unwrapped(tensor)
 
 
 def levels() -> bool:
     """Whether a transform of torch.func, or dual numbers, are active; torch.compile asks while it traces."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    return _functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 levels._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what torch.compiler.assume_constant_result does
@@ -116,8 +136,8 @@ def valueless() -> bool:
     """Whether numbers of a state must be tensors: inside vmap, which returns no others, and torch.compile."""
     if torch.compiler.is_compiling():
         return True
-    stack = torch._C._functorch.get_interpreter_stack() or ()
-    return any(level.key() == torch._C._functorch.TransformType.Vmap for level in stack)
+    stack = _functorch.get_interpreter_stack() or ()
+    return any(level.key() == _functorch.TransformType.Vmap for level in stack)
 
 
 def unrounded(device: torch.device) -> AbstractContextManager[Any]:

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from smat_fn.config import Emr, TallMask
-from smat_fn.folders import merge_folders, several
-from smat_fn.folders.several import export_task, merge_several, open_several, prepare_several, task_params
+from smat_fn.folders import merge_folders, multi_task
+from smat_fn.folders.multi_task import export_task, merge_several, open_several, prepare_several, task_params
 from smat_fn.merge.parts import arithmetic
 
 CONFIGS = {"emr": Emr(), "tall_mask": TallMask(0.4, coef=0.7)}
@@ -23,16 +23,16 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from smat_fn.config import Emr
-from smat_fn.folders import several
-write, left = several.write_chunk, [int(sys.argv[4])]
+from smat_fn.folders import multi_task
+write, left = multi_task.write_chunk, [int(sys.argv[4])]
 def dying(*args):
     left[0] -= 1
     if not left[0]:
         os.kill(os.getpid(), signal.SIGKILL)
     write(*args)
-several.write_chunk = dying
+multi_task.write_chunk = dying
 base, folder, out = map(Path, sys.argv[1:4])
-several.merge_several(Emr(), base, {name: folder / f"in-{name}" for name in ("sum", "cstance")}, out, shard_size=60)
+multi_task.merge_several(Emr(), base, {name: folder / f"in-{name}" for name in ("sum", "cstance")}, out, shard_size=60)
 """
 
 
@@ -178,7 +178,7 @@ def test_values_that_are_not_finite_leave_nothing(family, folders, tmp_path):
 ])  # fmt: skip
 def test_masks_that_do_not_fit_are_told_by_name(name, leaf, told, family, folders, tmp_path):
     merge_several(Emr(), *folders.save_family(tmp_path, *family(torch.float32)), tmp_path / "all")
-    file = tmp_path / "all" / several.VECTOR
+    file = tmp_path / "all" / multi_task.VECTOR
     held = {**load_file(file), name: leaf}
     save_file({path: tensor for path, tensor in held.items() if tensor is not None}, file)
     with pytest.raises(ValueError, match=re.escape(told)):
