@@ -389,7 +389,7 @@ def refuse_existing(path: Path, *, overwrite: bool) -> None:
             "that one names are replaced: move it, or choose another folder"
         )
     if not overwrite:
-        raise ValueError(f"{path} exists: choose another folder or pass --overwrite (overwrite=True)")
+        raise ValueError(f"{path} exists: choose another folder or pass `overwrite=True`")
 
 
 def foreign_problems(files: Mapping[Path, bytes]) -> list[str]:

@@ -89,11 +89,12 @@ def mask_problems(where: Where | None, leaves: Mapping[str, Tensor], drop_prob: 
     if isinstance(where, Picked) and (pair := _prefixed(where.names, leaves)) is not None:
         return [
             f"{problem}. Names differ: it picks {pair[0]!r}, the parameters have {pair[1]!r}. Make where from the "
-            "module whose named_parameters() these are, or give drop_prob=0 to switch Mask off"
+            "module whose named_parameters() these are, or pass `drop_prob=0` to switch Mask off"
         ]
     few = ", ".join(list(leaves)[:3]) + ", ..." * (len(leaves) > 3)
     how = where.how if isinstance(where, Picked) else f"It was asked for {few}"
-    return [f"{problem}. {how}. Give where=, a function (name, parameter) -> bool, or drop_prob=0 to switch Mask off"]
+    own = "or in Python where, a function (name, parameter) -> bool"
+    return [f"{problem}. {how}. Pass `drop_prob=0` to switch Mask off, {own}"]
 
 
 def _prefixed(names: Iterable[str], paths: Iterable[str]) -> tuple[str, str] | None:

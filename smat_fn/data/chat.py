@@ -118,7 +118,7 @@ def encode(
     if empty:
         problems.append(
             f"within {max_length} tokens rows {', '.join(empty[:5])} hold no answer: raise max_length, or keep the "
-            "answers by truncate='prompt-middle'"
+            "answers by `truncate='prompt-middle'`"
         )
     raise_problems(problems)
     return examples

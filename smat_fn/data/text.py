@@ -90,7 +90,7 @@ def encode(
     if empty:
         problems.append(
             f"within {max_length} tokens nothing is to be predicted in rows {_some(empty)}: "
-            "raise max_length, or keep the answers by truncate='prompt-middle'"
+            "raise max_length, or keep the answers by `truncate='prompt-middle'`"
         )
     raise_problems(problems)
     return examples

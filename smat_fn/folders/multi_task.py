@@ -109,15 +109,15 @@ def prepare_several(
         raise ValueError(f"{config.name} with these options makes one model: give emr or tall_mask, without a task")
     one: Any = config
     given: Mapping[str, Any] = options
-    unfit = [f"{n} {given[n]!r}" for n, usual in _OF_A_MODEL.items() if given.get(n, usual) != usual]
-    unfit += ["vocabulary 'pad-with-base'"] if given.get("vocabulary") == "pad-with-base" else []
-    problems = [f"{what} requires one model: give task, or leave {what.split()[0]} out" for what in unfit]
+    unfit = [f"{n}={given[n]!r}" for n, usual in _OF_A_MODEL.items() if given.get(n, usual) != usual]
+    unfit += ["vocabulary='pad-with-base'"] if given.get("vocabulary") == "pad-with-base" else []
+    problems = [f"`{what}` requires one model: give `task`, or leave it out" for what in unfit]
     job = None
     with errors.collected(problems):
         job, _ = prepare(replace(one, task=next(iter(experts), "")), base, experts, out, **options)
         alone, _ = prepare(WeightAverage(), base, {"base": base}, out, overwrite=True)
         problems += [
-            f"parameter {path!r} is not one of base as it is stored: a folder of all tasks cannot hold it, give task"
+            f"parameter {path!r} is not one of base as it is stored: a folder of all tasks cannot hold it, give `task`"
             for path, leaf in job.base.leaves.items()
             if path not in alone.base.leaves or alone.base.leaves[path].shape != leaf.shape
         ]

@@ -108,10 +108,10 @@ def prepare(
     if into is not None:
         others = {"config_from": config_from, "tokenizer_from": tokenizer_from, "partial": partial}
         # the most frequent template is that of the text models, which has no place for images
-        others |= {"heads": heads == "keep", "chat_template auto": chat_template == "auto"}
-        problems += [f"{name} is not available with into: leave one out" for name, given in others.items() if given]
+        others |= {"heads='keep'": heads == "keep", "chat_template='auto'": chat_template == "auto"}
+        problems += [f"`{name}` is not available with `into`: leave one out" for name, given in others.items() if given]
         if config.statistics() is not None:
-            problems.append(f"{config.name} is not available with into: its statistics are of whole models")
+            problems.append(f"{config.name} is not available with `into`: its statistics are of whole models")
     rules = getattr(config, "coef", None) if coef is None else coef
     problems += _merger_problems(config, list(experts), rules, key)
     problems += place_problems(out, (base, *experts.values()), overwrite=overwrite)

@@ -85,7 +85,7 @@ def check_layers(layers: int, own: Sequence[nn.Module], kind: str) -> None:
     if not 1 <= layers <= len(own):
         raise ValueError(
             f"train_layers is {layers}, {kind} has {len(own) or 'no list of'} layers: "
-            "choose from 1 to that number, or None to train everything"
+            "choose from 1 to that number, or leave it out to train everything"
         )
 
 

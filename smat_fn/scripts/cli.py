@@ -1,9 +1,11 @@
 """Shared command line of the scripts: options from a dataclass, one-line errors. Does not import torch."""
 
+import ast
 import errno
 import inspect
 import os
 import re
+import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -198,47 +200,33 @@ def suite_options(options: type, words: Sequence[str]) -> str:
     return "\n".join([*lines, ""])
 
 
-def spoken(text: str, names: Sequence[str] = ()) -> str:
-    """Rewrite a library error for the command line: options as --heads keep or --suite-options NAME VALUE.
+_ARGUMENT = re.compile(r"`(\w+)(?:=([^`]*))?`")  # an argument of a function in an error, perhaps with its value
+_OTHERWISE = {"workers": "threads"}  # arguments whose option has another name
+_IN_A_RECIPE = {"tokenizer_from": "tokenizer_source"}
 
-    Args: names: options of the command, of which those of several words are written as --keep-snapshots.
+
+def spoken(text: str, names: Sequence[str] = ()) -> str:
+    """Write arguments that an error of the library names as options: `heads='keep'` is --heads keep.
+
+    Args: names: options of the command; those of several words are also written so where no backticks are around.
     """
-    text = text.replace(" (overwrite=True)", "")
-    text = text.replace("or None to train everything", "or leave it out to train everything")
-    text = text.replace("Give where=, a function (name, parameter) -> bool, or drop_prob=0", "Pass --drop-prob 0")
-    text = re.sub(r"\b(choose|give) (vocabulary|heads) (base-rows|pad-with-base|keep)\b", r"pass --\2 \3", text)
-    text = re.sub(r"\bgive into\b", "pass --into", text)
-    for name, option in {"heads": "--heads keep", "chat_template auto": "--chat-template auto"}.items():
-        text = text.replace(f"{name} is not available with into", f"{option} is not available with into")
-    text = re.sub(r"\b(into is '|(?<=not available with )into\b)", r"--\1", text)
-    text = re.sub(r"\b(by|name it in) skip\b", r"\1 --skip", text)
-    by_token = "--tokenizer-from union" if "tokenizer_from" in names else "tokenizer_source: union in the recipe"
-    text = text.replace("merge by token (tokenizer_from)", f"merge by token ({by_token})")
-    if "tokenizer_from" not in names:
-        text = text.replace("leave out tokenizer_from", "leave out tokenizer_source")
-    text = text.replace("by coef 0 for '*running_*'", 'by --coefs "*running_*" 0')
-    text = text.replace("use fewer workers", "use fewer --threads")
-    text = text.replace("choose offload None or 'recompute', which keep", "pass --offload device or recompute, to keep")
-    text = re.sub(r"\bgive (max_length|max_new_tokens)\b", r"pass --suite-options \1", text)
-    text = re.sub(r"\bmax_length is\b", "--suite-options max_length is", text)
-    text = re.sub(r"\b(train_layers|truncate)='?([\w-]+)'?", r"--suite-options \1 \2", text)
-    text = re.sub(r"\b(\w+) '([^']*)' requires one model: give task, or leave \w+ out", _of_one_model, text)
-    text = re.sub(r"\bgive task\b", "pass --task", text)
-    if "coefs" in names:
-        text = re.sub(
-            r"\brule ('[^']*') decides for no parameter", r"the rule \1 of --coefs decides for no parameter", text
-        )
-    if single := "|".join(name for name in names if "_" not in name):  # common words: only in this phrase
-        text = re.sub(rf"(?m)^(\s*)({single})(?=( \S+)? is not supported with )", r"\1--\2", text)
-        text = re.sub(rf"(is not supported with )({single})(?=[ :])", r"\1--\2", text)
+    text = _ARGUMENT.sub(lambda found: _option(found[1], found[2], names), text)
     several = "|".join(name for name in names if "_" in name)  # not in paths, field names with dots, and quotes
     bare = rf"(?<![\w.'\"/=-])({several})(?![\w.'\"/=(])"
     return re.sub(bare, lambda found: f"--{found[1].replace('_', '-')}", text) if several else text
 
 
-def _of_one_model(found: re.Match[str]) -> str:
-    option = f"--{found[1].replace('_', '-')}"
-    return f"{option} {found[2]} requires one model: pass --task, or leave {option} out"
+def _option(name: str, value: str | None, names: Sequence[str]) -> str:
+    """An option with its value. Args: value: as Python has it."""
+    given = None if value is None else ast.literal_eval(value)
+    words = [f"{glob}={number}" for glob, number in given.items()] if isinstance(given, dict) else [str(given)]
+    shown = "" if value is None or given is True else " ".join(["", *map(shlex.quote, words)])
+    name = _OTHERWISE.get(name, name)
+    if name not in names and name in _IN_A_RECIPE:
+        return f"{_IN_A_RECIPE[name]}{shown and ':'}{shown} in the recipe"
+    if name not in names and "suite_options" in names:
+        return f"--suite-options {name}{shown}"
+    return f"--{name.replace('_', '-')}{shown}"
 
 
 def named(text: str, script: str) -> str:

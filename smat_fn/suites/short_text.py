@@ -148,7 +148,7 @@ class ShortText(EncoderSuite):
         longest = encoder.positions or own.max_length
         if own.max_length > longest:
             raise ValueError(
-                f"max_length is {own.max_length}, {own.model} has {longest} positions: give max_length {longest}"
+                f"`max_length={own.max_length}` is more than the {longest} positions of {own.model}: pass {longest}"
             )
         self.notes += tuple(chain.from_iterable(self._cut_off(task) for task in chosen))
         self._model = {
@@ -177,7 +177,7 @@ class ShortText(EncoderSuite):
         if not count:
             return []
         more = self._encoder.positions
-        way = f": give max_length {more} to read more" if more and more > own.max_length else ""
+        way = f": pass `max_length={more}` to read more" if more and more > own.max_length else ""
         return [
             f"{count} of the{' first' * (len(texts) == _COUNTED)} {len(texts)} dev texts of {task} have more than the "
             f"{own.max_length} tokens that are read, the rest is cut off{way}"

@@ -279,7 +279,7 @@ class Trace(BaseSuite):
         limit, new, examples = self._positions, self._settings[task].max_new_tokens, self._examples(task, "train")
         problems = []
         beside = 0 if self._pair else new  # positions that answers take beside prompts
-        fewer = "give max_new_tokens"
+        fewer = "pass `max_new_tokens`"
         if new > limit:  # the same text of all such tasks, so that one line names them
             beyond = {t: self._settings[t].max_new_tokens for t in self.options.only or self._settings}
             beyond = {t: count for t, count in beyond.items() if count > limit}
@@ -289,7 +289,7 @@ class Trace(BaseSuite):
         if (longest := max(len(ids) for e in examples for ids in e)) > limit:
             problems.append(
                 f"training rows of {task} have up to {longest} tokens, more than the model's {limit}: "
-                f"give max_length {limit} or less, which cuts them"
+                f"pass `max_length={limit}` or less, which cuts them"
             )
         for split in ("dev", "test") if beside <= limit else ():
             room = limit - beside

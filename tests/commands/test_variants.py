@@ -109,8 +109,8 @@ def test_what_does_not_go_together_is_listed():
     for part in (
         "rank is 0",
         "alpha is -1.0",
-        "lam 0.5 is not supported with",
-        "offload cpu",
+        "`lam=0.5` is not supported with",
+        "`offload='cpu'`",
         "start with torchrun",
         "require the method smat without adapters",
     ):
@@ -118,7 +118,7 @@ def test_what_does_not_go_together_is_listed():
     twice = resolve(Smat(lam=0.5, period=2), DIGITS.methods)
     assert problems(twice, training(), alone) == ["lam 0.5 replaces the period: leave out --lam or --period 2"]
     assert problems(smat, training(), several, "recompute") == [
-        "offload recompute is not supported with several processes: leave it out"
+        "`offload='recompute'` is not supported with several processes: leave it out"
     ]
 
 
@@ -132,8 +132,8 @@ def test_options_of_a_climb_and_of_pairs_are_of_their_own(suite):
     assert problems(paired, training(), alone) == []
     texts = problems(paired, training(shard=True), World(0, 2))
     assert [text.partition(":")[0] for text in texts] == [
-        "shard is not supported with alpha_depth (0.5, 1.5)",
-        "shard is not supported with antithetic True",
+        "`shard` is not supported with `alpha_depth=(0.5, 1.5)`",
+        "`shard` is not supported with `antithetic=True`",
     ]
 
 
@@ -176,16 +176,24 @@ def torchrun(*words):
 def test_what_shards_do_not_go_with_is_named():
     smat, sharded = DIGITS.methods["smat"], training(shard=True)
     assert problems(smat, sharded, World(0, 2)) == []
-    assert problems(smat, sharded, World()) == ["shard needs several processes: start with torchrun"]
+    assert problems(smat, sharded, World()) == ["`shard` needs several processes: start with torchrun"]
     other = replace(
         sharded, lora=Adapters(2, 4.0), average="ema:0.9", dropout=True, independent_draws=True, precision="mixed"
     )
     texts = problems(replace(DIGITS.methods["asam"]), replace(other, optimizer="muon"), World(0, 2), "cpu")
-    names = "adapters", "muon", "average ema:0.9", "dropout", "independent draws", "precision mixed", "offload cpu"
-    assert "shard supports ft and smat, not asam: leave it out" in texts
-    assert {f"shard is not supported with {name}: leave one of them out" for name in names} <= set(texts)
+    names = (
+        "adapters",
+        "muon",
+        "`average='ema:0.9'`",
+        "dropout",
+        "independent draws",
+        "`precision='mixed'`",
+        "`offload='cpu'`",
+    )
+    assert "`shard` supports ft and smat, not asam: leave it out" in texts
+    assert {f"`shard` is not supported with {name}: leave one of them out" for name in names} <= set(texts)
     lam = replace(smat, lam=0.3, period=None)
-    assert problems(lam, sharded, World(0, 2)) == ["shard is not supported with lam 0.3: leave one of them out"]
+    assert problems(lam, sharded, World(0, 2)) == ["`shard` is not supported with `lam=0.3`: leave one of them out"]
 
 
 @pytest.mark.slow

@@ -208,7 +208,7 @@ def test_a_rename_that_fails_brings_the_old_folder_back(tmp_path, monkeypatch):
 
 def test_an_existing_folder_is_refused_before_any_work(tmp_path):
     checkpoint.save_expert(tmp_path / "e", {"a": values(2)}, {"n": 1})
-    with pytest.raises(ValueError, match=r"/e exists: choose another folder or pass --overwrite"):
+    with pytest.raises(ValueError, match=r"/e exists: choose another folder or pass `overwrite=True`"):
         checkpoint.save_expert(tmp_path / "e", {"a": "not even a tensor"}, {"n": 2})
     assert checkpoint.load_manifest(tmp_path / "e") == {"n": 1}
     (tmp_path / "file").touch()

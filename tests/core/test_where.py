@@ -342,7 +342,7 @@ def test_a_mask_of_names_that_differ_by_a_prefix_shows_one_of_each():
         assert problem == (
             f"drop_prob is 0.5, but Mask has nothing to act on: where picks none of {len(leaves)} parameters. Names "
             f"differ: it picks '{shown[0]}', the parameters have '{shown[1]}'. Make where from the module whose "
-            "named_parameters() these are, or give drop_prob=0 to switch Mask off"
+            "named_parameters() these are, or pass `drop_prob=0` to switch Mask off"
         )
 
 

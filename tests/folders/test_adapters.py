@@ -148,7 +148,7 @@ def test_whole_leaves_replace_bases_and_carry_their_own_changes(base, adapter, f
 def test_changes_of_resized_embeddings_fit_the_rows_that_are_stored_below_them(base, adapter, folders, tmp_path):
     embeddings, (a, b) = numbers(11, 6, seed=2), factors((6, 11))
     folder = adapter({f"model.{EMBED}": (a, b)}, more={"model.embed_tokens.base_layer.weight": embeddings})
-    with pytest.raises(ValueError, match=r"has 11 rows in 'model\.embed_tokens\.weight', base 9: choose vocabulary"):
+    with pytest.raises(ValueError, match=r"has 11 rows in 'model\.embed_tokens\.weight', base 9: pass `vocabulary"):
         merged(folders, base, folder, tmp_path)
     expected = changed(base) | {"model.embed_tokens.weight": (embeddings + 2 * (b @ a).T)[:9]}
     folders.assert_same_bits(merged(folders, base, folder, tmp_path, vocabulary="base-rows"), expected)
@@ -297,7 +297,7 @@ def test_all_problems_of_an_adapter_are_listed(base, adapter, folders, tmp_path)
         "'model.layers.1.q' has rank 3, its adapter_config.json says 2",
     ):
         assert part in str(caught.value), part
-    assert "of base: if it is a head, give heads keep, else merge it into its base with peft" in str(caught.value)
+    assert "of base: if it is a head, pass `heads='keep'`, else merge it into its base with peft" in str(caught.value)
     scored = adapter({"model.layers.1.q": factors((6, 6))}, name="scored", more={"score.weight": torch.ones(2, 6)})
     start = folders.save(tmp_path / "start", base)
     merge_folders(TA, start, {"x": scored}, tmp_path / "scored-out", heads="keep")

@@ -307,7 +307,9 @@ def test_devices_that_are_not_there(inputs, tmp_path, monkeypatch):
 
 def test_coefficients_by_leaf_that_do_not_fit(inputs, tmp_path):
     (problem,) = refusal(tmp_path, *inputs, TaskArithmetic(), coef={"*": 0.3, "matrix": 0.1})
-    assert problem.startswith("rule 'matrix' decides for no parameter: earlier rules match all of its parameters")
+    assert problem.startswith(
+        "rule 'matrix' of the coefficients decides for no parameter: earlier rules match all of its parameters"
+    )
     problems = refusal(tmp_path, *inputs, TaskArithmetic(), coef={"m*": 0.3})
     assert "no rule matches parameter 'vector'" in "; ".join(problems)
     assert refusal(tmp_path, *inputs, WeightAverage(), coef={"*": 0.3})[0].endswith("wa has none: leave it out")
@@ -345,9 +347,7 @@ def test_leaves_that_do_not_fit_the_machine_are_refused_before_any_reading(folde
     paths = folders.save_family(tmp_path, trees[0], dict(zip("ab", trees[1:], strict=True)))
     monkeypatch.setattr("smat_fn.folders.streaming.estimate._available", lambda: (33 << 20) + 64 * 32 * 72 - 1)
     monkeypatch.setattr("smat_fn.folders.streaming.estimate.FIXED", 33 << 20)
-    needed = (
-        "tsv_merge needs 0.0 GiB of memory for 1 of the largest parameters.*skip, e.g. .*embed.*or use fewer workers"
-    )
+    needed = "tsv_merge needs 0.0 GiB of memory for 1 of the largest parameters.*by `skip`, e.g. .*or use fewer `wor"
     for call in (merge_folders, plan):
         with pytest.raises(ValueError, match=needed):
             call(TsvMerge(coef=1.0), *paths, tmp_path / "out")

@@ -160,15 +160,15 @@ def test_what_would_be_wrong_is_refused(models, tmp_path):
     out = tmp_path / "out"
     given = {name: models[name] for name in ("vlm", "a")}
     with pytest.raises(
-        ValueError, match=r"20 rows in 'language_model.*vlm 22: choose vocabulary pad-with-base \(vlm's rows there\)$"
+        ValueError, match=r"20 rows in 'language_model.*vlm 22: pass `vocabulary='pad-with-base'` \(vlm's rows there\)$"
     ):
         plan(TA, models["text"], given, out, into="vlm")
     options = {"vocabulary": "pad-with-base"}
-    with pytest.raises(ValueError, match=r"into is 'vlm', none of the models that are merged \(base, a\)"):
+    with pytest.raises(ValueError, match=r"`into='vlm'` is none of the models that are merged \(base, a\)"):
         plan(TA, models["text"], {"a": models["a"]}, out, into="vlm", **options)
-    with pytest.raises(ValueError, match=r"^config_from is not available with into: leave one out$"):
+    with pytest.raises(ValueError, match=r"^`config_from` is not available with `into`: leave one out$"):
         plan(TA, models["text"], given, out, into="vlm", config_from="a", **options)
-    with pytest.raises(ValueError, match=r"^chat_template auto is not available with into: leave one out$"):
+    with pytest.raises(ValueError, match=r"^`chat_template=.auto.` is not available with `into`: leave one out$"):
         plan(TA, models["text"], given, out, into="vlm", chat_template="auto", **options)
     with pytest.raises(ValueError, match="all models have the same parameters: leave it out"):
         plan(TA, models["text"], {"a": models["a"]}, out, into="a", **options)

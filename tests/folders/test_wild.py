@@ -60,9 +60,11 @@ def test_other_numbers_of_rows_are_explained_once_for_every_expert(folders, tmp_
     experts = {"small": model(1, 9), "large": model(2, 15), "same": model(3)}
     paths = folders.save_family(tmp_path, model(0), experts)
     both = f"{EMBED!r}, {HEAD!r}"
-    other = ", or merge by token (tokenizer_from)"
-    large = f"expert 'large' has 15 rows in {both}, base 12: choose vocabulary base-rows (its first rows){other}"
-    small = f"expert 'small' has 9 rows in {both}, base 12: choose vocabulary pad-with-base (base's rows there){other}"
+    other = ", or merge by token (`tokenizer_from='union'`)"
+    large = f"expert 'large' has 15 rows in {both}, base 12: pass `vocabulary='base-rows'` (its first rows){other}"
+    small = (
+        f"expert 'small' has 9 rows in {both}, base 12: pass `vocabulary='pad-with-base'` (base's rows there){other}"
+    )
     for policy, problems in {"error": [small, large], "base-rows": [small]}.items():
         with pytest.raises(ValueError, match="rows") as caught:
             plan(TA, *paths, tmp_path / "out", vocabulary=policy)
@@ -457,10 +459,10 @@ def test_copies_of_shared_embeddings_may_be_missing(config, folders, tmp_path):
 def test_leaves_that_differ_come_with_a_way_out(folders, tmp_path):
     base = {"model.layers.0.up.weight": torch.ones(2, 2), "norm.weight": torch.ones(2)}
     paths = folders.save_family(tmp_path, base, {"head": base | {"classifier.weight": torch.ones(3, 2)}})
-    with pytest.raises(ValueError, match="outside the layers: if they are heads, give heads keep"):
+    with pytest.raises(ValueError, match="outside the layers: if they are heads, pass `heads='keep'`"):
         plan(TA, *paths, tmp_path / "out")
     wide = base | {"norm.weight": torch.ones(3)}
-    with pytest.raises(ValueError, match="outside the layers: if they are heads, give heads keep"):
+    with pytest.raises(ValueError, match="outside the layers: if they are heads, pass `heads='keep'`"):
         plan(TA, paths[0], {"head": folders.save(tmp_path / "wide", wide)}, tmp_path / "out")
     numbered = {"classifier.1.weight": torch.ones(3, 2)}  # of ResNet, in an nn.Sequential
     other = {"other": folders.save(tmp_path / "other", base | {"classifier.1.weight": torch.zeros(5, 2)})}

@@ -41,8 +41,9 @@ def test_all_problems_at_once():
         "coef of 'layers.*' is nan, must be finite",
         "no rule matches parameter 'embed.weight': add one, or end the rules with '*'",
         "no rule matches parameter 'head.weight'",
-        "rule 'layers.0.*' decides for no parameter: earlier rules match all of its parameters, put it before them",
-        "rule 'haed.*' decides for no parameter: it matches no parameter",
+        "rule 'layers.0.*' of the coefficients decides for no parameter: earlier rules match all of its parameters, put it "
+        "before them",
+        "rule 'haed.*' of the coefficients decides for no parameter: it matches no parameter",
     ):
         merge.coefs_of(iter(PATHS), {"layers.*": float("nan"), "layers.0.*": 0.1, "haed.*": 1.0})
     with raises("no rule matches parameter 'x', rules are ['y']"):
@@ -80,7 +81,11 @@ def test_apply_rules_is_apply_vector_leaf_by_leaf(dtype, family):
 
 def test_apply_rules_lists_all_that_does_not_fit():
     base = {"a": torch.zeros(2), "n": torch.tensor(1)}
-    with raises("vector has parameter 'b' that base lacks", "no rule matches parameter 'a'", "rule 'n' decides for no"):
+    with raises(
+        "vector has parameter 'b' that base lacks",
+        "no rule matches parameter 'a'",
+        "rule 'n' of the coefficients decides for no",
+    ):
         merge.apply_rules(base, {"a": torch.zeros(2), "b": torch.zeros(1)}, coef={"n": 1.0})
     with raises("coef of '*' is nan"):
         merge.apply_rules(base, {"a": torch.zeros(2)}, coef=float("nan"))

@@ -216,7 +216,7 @@ def test_matrices_that_no_library_decomposes_are_refused_before_any_work(name, s
     tree = {"embed": torch.zeros(()).expand(shape), "w": torch.eye(2)}  # of which nothing is read
     experts = [tree, {**tree, "w": torch.eye(2)}]
     trees = [experts] if name == "cart" else [tree, experts]
-    with pytest.raises(ValueError, match=r"parameter 'embed' is .* count in 32 bits: .* name it in skip$"):
+    with pytest.raises(ValueError, match=r"parameter 'embed' is .* count in 32 bits: .* name it in `skip`$"):
         getattr(merge, name)(*trees, coef=1.0)
 
 

@@ -140,47 +140,29 @@ def test_options_of_several_words_are_said_as_the_command_line_has_them(monkeypa
         cli.run("own", main, Several, description=None)
 
 
-def test_options_are_said_as_the_command_line_has_them():
-    assert spoken("choose offload None or 'recompute', which keep it") == (
-        "pass --offload device or recompute, to keep it"
-    )
-    assert spoken("train it whole, train_layers=None") == "train it whole, --suite-options train_layers None"
-    assert spoken("cut by truncate='prompt-middle'") == "cut by --suite-options truncate prompt-middle"
-    assert spoken("1 to 2, or None to train everything") == "1 to 2, or leave it out to train everything"
-    nothing = mask_problems(lambda path, leaf: False, {"w": torch.zeros(2)}, 0.5)[0]
-    assert spoken(nothing).endswith(". Pass --drop-prob 0 to switch Mask off")
-    assert spoken("choose another folder or pass --overwrite (overwrite=True)").endswith("pass --overwrite")
-    assert spoken("if they are heads, give heads keep, which") == "if they are heads, pass --heads keep, which"
-    rows = "choose vocabulary pad-with-base (base's rows there), or merge by token (tokenizer_from)"
-    by_token = "pass --vocabulary pad-with-base (base's rows there), or merge by token (--tokenizer-from union)"
-    assert spoken(rows, ["tokenizer_from"]) == by_token
-    in_a_recipe = "merge by token (tokenizer_source: union in the recipe)"
-    assert spoken(rows, ["recipe"]) == by_token.replace("merge by token (--tokenizer-from union)", in_a_recipe)
-    options = {"heads": "--heads keep", "chat_template auto": "--chat-template auto"}
-    for option, told in options.items():
-        assert spoken(f"{option} is not available with into: leave") == f"{told} is not available with --into: leave"
-    assert spoken("use fewer workers or a larger machine") == "use fewer --threads or a larger machine"
-    assert spoken("more than 3; name it in skip") == "more than 3; name it in --skip"
-    assert (
-        spoken("exclude large matrices by skip, e.g. '*embed*'") == "exclude large matrices by --skip, e.g. '*embed*'"
-    )
-    one = "heads 'keep' requires one model: give task, or leave heads out"
-    assert spoken(one) == "--heads keep requires one model: pass --task, or leave --heads out"
-    one = "out_dtype 'bfloat16' requires one model: give task, or leave out_dtype out"
-    assert spoken(one, ["out_dtype"]).endswith("pass --task, or leave --out-dtype out")
-    said = "the rule 'x*' of --coefs decides for no parameter: it matches no parameter"
-    assert spoken("rule 'x*' decides for no parameter: it matches no parameter", ["coefs"]) == said
-    names = "lam", "shard", "offload", "compile"
+def test_arguments_are_said_as_the_command_line_has_them():
+    names = "heads", "coef", "overwrite", "threads", "out_dtype", "suite_options", "drop_prob"
     for text, said in {
-        " lam 0.3 is not supported with adapters: leave": " --lam 0.3 is not supported with adapters: leave",
-        "\n  shard is not supported with lam 0.3: leave": "\n  --shard is not supported with --lam 0.3: leave",
-        "the shard is not supported with muon: leave": "the shard is not supported with muon: leave",
+        "pass `heads='keep'`, which merges": "pass --heads keep, which merges",
+        "`heads` requires one model": "--heads requires one model",
+        "`out_dtype='bfloat16'` and out_dtype": "--out-dtype bfloat16 and --out-dtype",
+        "choose another folder or pass `overwrite=True`": "choose another folder or pass --overwrite",
+        "by `coef={'*running_*': 0}`, or": "by --coef '*running_*=0', or",
+        "use fewer `workers` or": "use fewer --threads or",
+        "by `truncate='prompt-middle'`": "by --suite-options truncate prompt-middle",
+        "`max_length=128` is more than 64": "--suite-options max_length 128 is more than 64",
     }.items():
         assert spoken(text, names) == said
-    long = "max_length is 128, m has 64 positions: give max_length 64 or less"
-    way = "pass --suite-options max_length 64 or less"
-    assert spoken("give max_new_tokens below it") == "pass --suite-options max_new_tokens below it"
-    assert spoken(long) == f"--suite-options max_length is 128, m has 64 positions: {way}"
+    assert spoken("`max_length=128` is more", ["max_length"]) == "--max-length 128 is more"
+    nothing = mask_problems(lambda path, leaf: False, {"w": torch.zeros(2)}, 0.5)[0]
+    assert ". Pass --drop-prob 0 to switch Mask off" in spoken(nothing, names)
+
+
+def test_an_argument_without_an_option_is_said_as_the_recipe_has_it():
+    union = "or merge by token (`tokenizer_from='union'`)"
+    assert spoken(union, ["tokenizer_from"]) == "or merge by token (--tokenizer-from union)"
+    assert spoken(union, ["file"]) == "or merge by token (tokenizer_source: union in the recipe)"
+    assert spoken("leave out `tokenizer_from`", ["file"]) == "leave out tokenizer_source in the recipe"
 
 
 def test_a_path_may_begin_with_the_home_folder(monkeypatch):

@@ -443,7 +443,7 @@ def test_bad_options_are_told_together(load, folders):
         load(epochs=3)
     with pytest.raises(ValueError, match="short_text needs model and data"):
         load_suite("short_text", seed=0)
-    with pytest.raises(ValueError, match=r"max_length is 25, .*model has 24 positions: give max_length 24"):
+    with pytest.raises(ValueError, match=r"`max_length=25` is more than the 24 positions of .*model: pass 24"):
         load(max_length=25)
     with pytest.raises(ValueError, match=r"data has no tone, it has a"):
         load(data={"a": str(folders / "rows" / "tone")}, tasks=["tone"])
@@ -776,14 +776,14 @@ def test_splits_of_one_class_and_texts_that_are_cut_off_are_notes(load, tmp_path
         f"all 3 {split} rows of tone are of class '0': shuffle them, or give more" for split in ("train", "dev", "test")
     ]
     assert cut == (
-        "3 of the 3 dev texts of tone have more than the 6 tokens that are read, the rest is cut off: give max_length "
-        "24 to read more"
+        "3 of the 3 dev texts of tone have more than the 6 tokens that are read, the rest is cut off: pass "
+        "`max_length=24` to read more"
     )
 
 
 def test_positions_that_no_token_has_do_not_count(load, tmp_path):
     write_model(tmp_path / "model", "roberta")
-    with pytest.raises(ValueError, match=r"max_length is 24, .*model has 23 positions: give max_length 23"):
+    with pytest.raises(ValueError, match=r"`max_length=24` is more than the 23 positions of .*model: pass 23"):
         load(model=str(tmp_path / "model"), max_length=24)
     encoder = load(model=str(tmp_path / "model"), max_length=23)._encoder
     assert encoder.features(encoder.ids(["w1 " * 40], 23)).isfinite().all()

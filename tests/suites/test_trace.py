@@ -99,7 +99,7 @@ def test_the_base_is_every_leaf_of_the_model_and_the_masked_set_that_of_blocks(s
 def test_answers_beyond_the_models_positions_are_one_line_for_all_tasks(load, monkeypatch):
     own = load()
     monkeypatch.setattr(own, "_positions", 3)
-    told = "max_new_tokens of FOMC, MeetingBank is 4, more than the model's 3: give max_new_tokens below it"
+    told = "max_new_tokens of FOMC, MeetingBank is 4, more than the model's 3: pass `max_new_tokens` below it"
     for task in ("FOMC", "MeetingBank"):
         problems = problems_of(own.epoch_steps, task)
         assert problems[0] == told
@@ -433,10 +433,14 @@ def test_models_that_do_not_fit_are_told_before_training(load, folders, tmp_path
     with pytest.raises(ValueError, match="has no EOS token"):
         load(model=edited("eos", config, lambda values: values.pop("eos_token")))
     short = edited("short", "config.json", lambda values: values.update(max_position_embeddings=20))
-    with pytest.raises(ValueError, match=r"rows of FOMC have up to \d+ tokens, more than the model's 20: give max_len"):
+    with pytest.raises(
+        ValueError, match=r"rows of FOMC have up to \d+ tokens, more than the model's 20: pass `max_len"
+    ):
         load(model=short).epoch_steps("FOMC")
     room = edited("room", "config.json", lambda values: values.update(max_position_embeddings=40))
-    with pytest.raises(ValueError, match=r"prompts of FOMC .* with 20 new .*: shorten these prompts, or give max_new_"):
+    with pytest.raises(
+        ValueError, match=r"prompts of FOMC .* with 20 new .*: shorten these prompts, or pass `max_new_"
+    ):
         load(model=room, max_new_tokens=20).epoch_steps("FOMC")
     EXAMPLE["write_model"](tmp_path / "small", ["a"], vocabulary=300, width=16, layers=1)
     for file in ("tokenizer.json", config):

@@ -63,6 +63,7 @@ _PARTS = {
 }
 _MAGNITUDE = ".lora_magnitude_vector"  # of DoRA
 _MERGED = "merge it into its base with peft, and give the result"
+_HEAD = "if it is a head, pass `heads='keep'`, else "
 _UNMERGED = "it is not a fixed change of weights, so it cannot be merged: leave it out"
 _WITHOUT_WEIGHTS = (
     "PROMPT_TUNING",
@@ -174,8 +175,7 @@ def _unread(label: str, path: Path, unknown: Mapping[str, Sequence[str]]) -> lis
         f"{label}: {weights_of(path).name} holds {name!r}{f' and {len(more)} more of its kind' if more else ''}, "
         + (
             _headless(name)
-            or "which is not a plain LoRA of a parameter of base: "
-            f"{'' if kind.startswith('.') else 'if it is a head, give heads keep, else '}{_MERGED}"
+            or f"which is not a plain LoRA of a parameter of base: {'' if kind.startswith('.') else _HEAD}{_MERGED}"
         )
         for kind, (name, *more) in unknown.items()
     ]

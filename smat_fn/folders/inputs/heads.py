@@ -76,7 +76,7 @@ def ways_out(base: Folder, experts: Mapping[str, Folder]) -> list[str]:
         if lacking and folder.leaves.keys() <= base.leaves.keys() and lacking.isdisjoint(own):
             return [
                 f"{folder.label} lacks {', '.join(sorted(lacking))} as a whole: if it is a part of base, such as the "
-                "language model of a vision-language model, give into base; for other parts, in Python "
+                "language model of a vision-language model, pass `into='base'`; for other parts, in Python "
                 "merge_folders(..., partial=True) takes the rest of base"
             ]
     inside = {path for path in names if not _outside(path, rows)}
@@ -95,9 +95,9 @@ def ways_out(base: Folder, experts: Mapping[str, Folder]) -> list[str]:
     if inside:
         return [
             "names differ inside the layers: if these are models of one kind, load and save all by one version of "
-            "transformers; if one holds the others as its language model, give into NAME, base or that of the expert"
+            "transformers; if one holds the others as its language model, pass `into='base'`, or the name of the expert"
         ]
-    return ["these parameters are outside the layers: if they are heads, give heads keep, which merges the rest"]
+    return ["these parameters are outside the layers: if they are heads, pass `heads='keep'`, which merges the rest"]
 
 
 def _reshaped(base: Folder, experts: Mapping[str, Folder]) -> set[str]:

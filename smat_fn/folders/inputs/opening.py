@@ -276,8 +276,8 @@ def _foreign_names(base: Folder, other: Folder) -> str:
             if longer.endswith(f".{shorter}"):
                 prefix, whose = longer.removesuffix(shorter), other.label if longer is name else "base"
                 inner = "module" if prefix == "module." else "base_model"  # by DataParallel, or another wrapper
-                head = ", or give heads keep" if longer is name and inner == "base_model" else ""
-                head = head or (", or give into base to merge its language model" if whose == "base" else "")
+                head = ", or pass `heads='keep'`" if longer is name and inner == "base_model" else ""
+                head = head or (", or pass `into='base'` to merge its language model" if whose == "base" else "")
                 return (
                     f"{other.label} has no parameter of base: names in {whose} start with {prefix!r}: save it without "
                     f"(model.{inner}.save_pretrained){head}, or load and save both by one version of transformers"

@@ -66,7 +66,7 @@ def aligned(
         with errors.collected(problems, folder.label):
             found[name] = _tokenizer(folder.root)
     if found.get("base") is None and not problems:
-        problems.append(f"base: {base.root} has no tokenizer, so rows match no tokens: leave out tokenizer_from")
+        problems.append(f"base: {base.root} has no tokenizer, so rows match no tokens: leave out `tokenizer_from`")
     elif source in found and found[source] is None:
         problems.append(without_tokenizer(source, models[source].root))
     errors.raise_problems(problems)

@@ -26,13 +26,13 @@ def inside(into: str, inputs: Mapping[str, Folder], vocabulary: str) -> tuple[di
     """
     if into not in inputs:
         return dict(inputs), [
-            f"into is {into!r}, none of the models that are merged ({', '.join(inputs)}): name the one whose language "
+            f"`into={into!r}` is none of the models that are merged ({', '.join(inputs)}): name the one whose language "
             "model is merged, which must be among them, since what it learned would be lost otherwise"
         ]
     host, placed, problems = inputs[into], dict[str, Folder](), list[str]()
     texts = {name: folder for name, folder in inputs.items() if folder.leaves.keys() != host.leaves.keys()}
     if not texts:
-        return dict(inputs), [f"into is {into!r}, but all models have the same parameters: leave it out"]
+        return dict(inputs), [f"`into={into!r}` is given, but all models have the same parameters: leave it out"]
     names: dict[str, dict[str, str]] = {}
     for name, folder in texts.items():
         with errors.collected(problems):

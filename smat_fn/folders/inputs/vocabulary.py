@@ -109,12 +109,12 @@ def fit_rows(
         fitted[name] = folder
         for rows, paths in wrong.items():
             wanted = len(base.leaves[paths[0]])
-            policy = "base-rows (its first rows)" if rows > wanted else f"pad-with-base ({whose}'s rows there)"
-            way = (
-                f"choose vocabulary {policy}{'' if of or aligned else ', or merge by token (tokenizer_from)'}"
-                if options
-                else f"give it as many first, {FITTED} --vocabulary {policy.partition(' ')[0]}"
-            )
+            policy, those = ("base-rows", "its first") if rows > wanted else ("pad-with-base", f"{whose}'s")
+            way = f"pass `vocabulary={policy!r}` ({those} rows{' there' * (rows < wanted)})"
+            if not options:
+                way = f"give it as many first, {FITTED} --vocabulary {policy}"
+            elif not (of or aligned):
+                way += ", or merge by token (`tokenizer_from='union'`)"
             problems.append(f"{folder.label} has {rows} rows in {', '.join(map(repr, paths))}, {whose} {wanted}: {way}")
     return fitted, problems
 

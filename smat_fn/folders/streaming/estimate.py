@@ -41,11 +41,11 @@ def memory_problems(job: Job) -> list[str]:
     free = _available()
     if free is None or least <= free:
         return []
-    skip = "exclude large matrices that need no decomposition by skip, e.g. '*embed*', or "
+    skip = "exclude large matrices that need no decomposition by `skip`, e.g. '*embed*', or "
     skip = skip if hasattr(job.config, "skip") else ""
     return [
         f"{job.config.name} needs {least / 2**30:.1f} GiB of memory for {job.workers} of the largest parameters, "
-        f"{free / 2**30:.1f} GiB are available: {skip}use fewer workers or a larger machine"
+        f"{free / 2**30:.1f} GiB are available: {skip}use fewer `workers` or a larger machine"
     ]
 
 

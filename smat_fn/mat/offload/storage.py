@@ -164,8 +164,8 @@ class CudaRuntime:
             # CUDA's message is that of a full device
             total = sum(leaf.nbytes for leaf in leaves.values()) / 2**30
             raise ValueError(
-                f"the base takes {total:.1f} GiB of pinned host memory, which this machine cannot give: choose offload "
-                "None or 'recompute', which keep it on the device"
+                f"the base takes {total:.1f} GiB of pinned host memory, which this machine cannot give: "
+                "`offload='recompute'` keeps it on the device"
             ) from error
 
     def empty(self, like: Sequence[Tensor]) -> list[Tensor]:

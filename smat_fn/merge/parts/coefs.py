@@ -54,7 +54,7 @@ def coefs_of(paths: Iterable[str], rules: Rules) -> dict[str, float]:
                 if shadowed
                 else "it matches no parameter"
             )
-            problems.append(f"rule {glob!r} decides for no parameter: {reason}")
+            problems.append(f"rule {glob!r} of the coefficients decides for no parameter: {reason}")
     errors.raise_problems(problems)
     return {path: float(table[glob]) for path, glob in deciding.items() if glob is not None}
 

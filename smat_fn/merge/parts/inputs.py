@@ -122,7 +122,7 @@ def check_variances(path: str, values: Tensor) -> None:
     if named and bool((values < 0).any()):
         raise ValueError(
             f"parameter {path!r}, the variances of a batch norm, would have values below 0, with which the model's "
-            "outputs are NaN: keep base's statistics, by coef 0 for '*running_*', or choose a smaller coef"
+            "outputs are NaN: keep base's statistics, by `coef={'*running_*': 0}`, or choose a smaller coef"
         )
 
 

@@ -156,7 +156,7 @@ class OfMatrices(Merger):
     def size_problems(self, leaves: Mapping[str, Tensor], experts: int) -> list[str]:
         return [
             f"parameter {path!r} is {rows} x {columns}, and libraries for singular values count in 32 bits: they take "
-            f"at most {LARGEST} numbers, and {SIDE} on the shorter side; name it in skip"
+            f"at most {LARGEST} numbers, and {SIDE} on the shorter side; name it in `skip`"
             for path, (rows, columns) in self._matrices(leaves)
             if not self.streams((rows, columns), experts)
             if rows * columns > LARGEST or min(rows, columns) > SIDE

@@ -202,7 +202,7 @@ def planned(
     errors.raise_problems([f"{task}: {text}" for task, own in budgets.items() for text in problems_of(schedules, own)])
     losses = {task: loss_of(suite, task, training) for task in run.tasks}
     if training.shard and suite.recipe.get("linearised"):
-        raise ValueError("shard is not supported with linearised: leave one of them out")
+        raise ValueError("`shard` is not supported with linearised: leave one of them out")
     errors.raise_problems(problems_of(curve_of, suite, run.tasks[0], training, None))
     if "gram" in run.statistics:
         found = problems_of(gram_layers, losses[run.tasks[0]], suite.base)

@@ -109,16 +109,18 @@ def problems(method: MethodConfig, training: Training, world: World, place: Plac
     alone = "independent draws" if training.independent_draws else ""
     alone = "adapters at the merged weight" if training.lora and training.lora.simulate == "merged" else alone
     if alone and method.name == "smat":
-        found += [f"{n} {own[n]} is not supported with {alone}: leave it out" for n in ("lam", "sigma_of") if n in own]
-        found += [f"offload {offload} is not supported with {alone}: leave it out"] if offload else []
+        found += [
+            f"`{n}={own[n]!r}` is not supported with {alone}: leave it out" for n in ("lam", "sigma_of") if n in own
+        ]
+        found += [f"`offload={offload!r}` is not supported with {alone}: leave it out"] if offload else []
     if asked(method) and "sigma_of" in own:
         found.append(f"sigma auto is in units of the weights: leave out sigma_of {own['sigma_of']}, or give a number")
     if asked(method) and training.lora is not None and training.lora.simulate == "factors":
         found.append("sigma auto is in units of the weights, not of the factors of adapters: give a number")
     if training.lora is not None and offload and not alone:
-        found.append(f"offload {offload} is not supported with adapters: leave it out")
+        found.append(f"`offload={offload!r}` is not supported with adapters: leave it out")
     if world.size > 1 and offload in ("recompute", "stream"):
-        found.append(f"offload {offload} is not supported with several processes: leave it out")
+        found.append(f"`offload={offload!r}` is not supported with several processes: leave it out")
     found += _shard_problems(method, training, world, place) if training.shard else []
     found += _compile_problems(training, offload) if training.compiled else []
     if training.independent_draws:
@@ -131,35 +133,36 @@ def problems(method: MethodConfig, training: Training, world: World, place: Plac
 
 def _shard_problems(method: MethodConfig, training: Training, world: World, place: Place) -> list[str]:
     own = settings(method)
-    found = ["shard needs several processes: start with torchrun"] if world.size == 1 else []
-    found += [] if method.name in ("ft", "smat") else [f"shard supports ft and smat, not {method.name}: leave it out"]
+    found = ["`shard` needs several processes: start with torchrun"] if world.size == 1 else []
+    found += [] if method.name in ("ft", "smat") else [f"`shard` supports ft and smat, not {method.name}: leave it out"]
     others = {
         "adapters": training.lora is not None,
         "muon": training.optimizer == "muon",
-        f"average {training.average}": training.average is not None,
+        f"`average={training.average!r}`": training.average is not None,
         "evaluations while training": training.dev is not None,
         "dropout": training.dropout,
-        "compile": training.compiled,
+        "`compile`": training.compiled,
         "independent draws": training.independent_draws,
-        "precision mixed": training.precision == "mixed",
+        "`precision='mixed'`": training.precision == "mixed",
         "sigma auto": asked(method),
-        f"offload {place}": place not in ("auto", "device"),
+        f"`offload={place!r}`": place not in ("auto", "device"),
         **{
-            f"{name} {own.get(name)}": name in own for name in ("lam", "sigma_of", "climb", "alpha_depth", "antithetic")
+            f"`{name}={own.get(name)!r}`": name in own
+            for name in ("lam", "sigma_of", "climb", "alpha_depth", "antithetic")
         },
     }
     names = [name for name, chosen in others.items() if chosen]
-    return found + [f"shard is not supported with {name}: leave one of them out" for name in names]
+    return found + [f"`shard` is not supported with {name}: leave one of them out" for name in names]
 
 
 def _compile_problems(training: Training, offload: Offload | None) -> list[str]:
     found = []
     if not torch.cuda.is_available() and not any(shutil.which(name) for name in (os.environ.get("CXX"), *CXX) if name):
-        found.append(f"compile needs a C++ compiler on the CPU, and none of {', '.join(CXX)} is there: install one")
+        found.append(f"`compile` needs a C++ compiler on the CPU, and none of {', '.join(CXX)} is there: install one")
     # layers whose hooks are new in every step would be compiled in every step
-    others = {"adapters": training.lora is not None, f"offload {offload}": offload in ("recompute", "stream")}
+    others = {"adapters": training.lora is not None, f"`offload={offload!r}`": offload in ("recompute", "stream")}
     names = [name for name, chosen in {**others, "dropout": training.dropout}.items() if chosen]
-    return found + [f"compile is not supported with {name}: leave one of them out" for name in names]
+    return found + [f"`compile` is not supported with {name}: leave one of them out" for name in names]
 
 
 def arrange(

@@ -256,5 +256,5 @@ def test_too_little_host_memory_is_not_called_a_full_device(machine, monkeypatch
         raise RuntimeError("CUDA error: out of memory")
 
     monkeypatch.setattr(torch, "empty", full)
-    with pytest.raises(ValueError, match=r"takes 0\.0 GiB of pinned host memory.*choose offload None or 'recompute'"):
+    with pytest.raises(ValueError, match=r"takes 0\.0 GiB of pinned host memory.*`offload='recompute'` keeps it"):
         CudaRuntime(CPU).pin(BASE)

@@ -162,8 +162,8 @@ BAD = {
 NAMED = (
     "modules is not supported", "tokenizer.pad_to_multiple_of is 0", "tokens.t3.force is 1", "tokens.t4 is {'sources'",
     "tokens.t5.source is", "tokens.t6.source is 5", "tokenizer.width is not supported",
-    "tokenizer and tokenizer_source are both", "chat_template is 'exaone'", "dtype is 'int8'", "colour is not a field",
-    "merge_method is 'evolve'", "slices.residual_weight", "'much'", "weight of model C+ADAPTER mixes",
+    "tokenizer and tokenizer_source are both", "chat_template is 'exaone'", "dtype 'int8' is unknown",
+    "colour is not a field", "merge_method 'evolve' is unknown", "slices.residual_weight", "'much'", "weight of model C+ADAPTER mixes",
     "layer_range of model C+ADAPTER is [2]",
     "sources of every slice, must be",
 )  # fmt: skip
@@ -394,7 +394,7 @@ def test_each_problem_of_a_recipe_is_told_once(tmp_path):
     asked = {"merge_method": "sce", "base_model": "BASE", "models": own, "parameters": {"normalize": True}}
     wanted = "sce has no normalize or weight or density (it has select_topk), and mergekit ignores them: delete them"
     assert wanted in told(asked, tmp_path)
-    assert "merge_method is 'lrp': must be one of" in told({"merge_method": "lrp", "models": own}, tmp_path)
+    assert "merge_method 'lrp' is unknown" in told({"merge_method": "lrp", "models": own}, tmp_path)
     modules = told({"merge_method": "linear", "modules": {"text": {"models": own}}}, tmp_path)
     assert "models is missing" not in modules
 
@@ -491,7 +491,7 @@ def test_slices_may_list_the_models_in_any_order(models, tmp_path):
 
 def test_a_recipe_takes_what_its_errors_ask_for(models, tmp_path):
     own = [{"model": name, "parameters": {"weight": 1}} for name in ("A", "B_OTHER_VOCABULARY")]
-    with pytest.raises(ValueError, match="choose vocabulary base-rows"):
+    with pytest.raises(ValueError, match="pass `vocabulary='base-rows'`"):
         merged({"merge_method": "linear", "models": own}, models, tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(make_recipes.CONFIG | {"rope_theta": 5.0}))
     chosen = {"vocabulary": "base-rows", "config_from": str(tmp_path)}
@@ -511,7 +511,7 @@ def test_merging_by_token_is_advised_where_a_recipe_does_not_ask_for_it(models, 
             merged({"merge_method": "linear", "models": own, "tokenizer_source": source}, place, tmp_path)
         texts.append(spoken(str(error.value), ["vocabulary", "config_from"]))
     assert "merge by token (tokenizer_source: union in the recipe)" in texts[0]
-    assert texts[1].endswith("has no tokenizer, so rows match no tokens: leave out tokenizer_source")
+    assert texts[1].endswith("has no tokenizer, so rows match no tokens: leave out tokenizer_source in the recipe")
 
 
 def test_gradients_run_over_each_list_of_layers():

@@ -405,7 +405,7 @@ def test_a_merge_of_other_inputs_or_settings_is_refused(change, told, copied, tm
     changed = change(folder, base, experts[0])
     order = streaming.order(**options | (changed if isinstance(changed, dict) else {}))
     before = when(folder)
-    with pytest.raises(ValueError, match="ta exists: choose another folder or pass --overwrite") as caught:
+    with pytest.raises(ValueError, match="ta exists: choose another folder or pass `overwrite=True`") as caught:
         list(streaming.stream_run([TA], order))
     assert f"{folder} holds another merge: " in str(caught.value)
     assert told in str(caught.value)

@@ -56,14 +56,16 @@ def test_inductor_trains_as_torch_does_within_rounding(suite, train, tmp_path):
 
 def test_what_does_not_go_with_compiling_is_named_before_work(monkeypatch, suite, train, tmp_path):
     found = problems(Finetune(), replace(FOUR, lora=Adapters(2, 4.0), dropout=True), ALONE)
-    assert found == [f"compile is not supported with {name}: leave one of them out" for name in ("adapters", "dropout")]
+    assert found == [
+        f"`compile` is not supported with {name}: leave one of them out" for name in ("adapters", "dropout")
+    ]
     smat = DIGITS.methods["smat"]
     assert problems(smat, FOUR, ALONE, "stream") == [
-        "compile is not supported with offload stream: leave one of them out"
+        "`compile` is not supported with `offload='stream'`: leave one of them out"
     ]
     assert problems(smat, FOUR, ALONE, "cpu") == []
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match=r"compile needs a C\+\+ compiler on the CPU, and none of g\+\+, clang"):
+        with pytest.raises(ValueError, match=r"`compile` needs a C\+\+ compiler on the CPU, and none of g\+\+, clang"):
             train(tmp_path, "ft", tasks=("rot90",), training=FOUR)

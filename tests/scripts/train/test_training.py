@@ -167,7 +167,7 @@ def test_what_keeps_tasks_from_training_is_told_of_all_at_once(suite, tmp_path):
     with pytest.raises(ValueError, match="rows of mirror are too long; rows of rot90 are too long"):
         training.planned(suite.replace(epoch_steps=steps), DIGITS.methods["ft"], SIX, run)
     linear = suite.replace(recipe={**suite.recipe, "linearised": True})
-    with pytest.raises(ValueError, match="shard is not supported with linearised: leave one of them out"):
+    with pytest.raises(ValueError, match="`shard` is not supported with linearised: leave one of them out"):
         training.planned(linear, DIGITS.methods["ft"], replace(SIX, shard=True), run)
 
 
