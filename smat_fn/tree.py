@@ -339,13 +339,33 @@ def check_floating(leaves: Mapping[str, Tensor], name: str) -> None:
 
 
 def check_apart(targets: Mapping[str, Tensor]) -> None:
-    """Raises: ValueError for leaves to be written that share memory, of which the last one written would be left."""
+    """Raises: ValueError for leaves to be written that share memory, of which the last one written would be left.
+
+    And for a leaf whose coordinates share memory, as those of ``expand``.
+    """
     shared = [
         f"parameters {first!r} and {second!r} of out share memory: give each its own, and a weight of two names once"
         for first, second in sharing(targets)
     ]
+    shared += [
+        f"coordinates of parameter {path!r} of out share memory: give it memory of its own, as by contiguous()"
+        for path, leaf in targets.items()
+        if leaf.layout == torch.strided and _overlaps(leaf)
+    ]
     if shared:
         raise_problems(shortened(shared, "{} more parameters of out share memory"))
+
+
+def _overlaps(leaf: Tensor) -> bool:
+    """Whether coordinates may share memory: an axis steps into what those of smaller steps cover."""
+    reach = 0
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(leaf.stride(), leaf.shape, strict=True) if size > 1
+    ):
+        if stride <= reach:
+            return leaf.numel() > 0
+        reach += stride * (size - 1)
+    return False
 
 
 def sharing(leaves: Mapping[str, Tensor]) -> list[tuple[str, str]]:

@@ -15,8 +15,8 @@ from .parts.arithmetic import add, zeroed
 from .parts.chunks import CHUNK, Piece, compute_dtype, delta_of, pieces
 from .parts.inputs import Experts, Leaves, check, type_problems
 from .parts.merger import Cut, InMemory, Mapped, Rule, Trimming, merged, vector_by_rule, vector_function
-from .parts.per_expert import NONE, Numbers, Own, Part, Sparse, Sparsify, number
-from .parts.ranks import largest, order_of, value_of
+from .parts.per_expert import NONE, Numbers, Own, Sparse, Sparsify, number
+from .parts.ranks import INFINITE, largest, order_of, value_of
 
 Cuts: TypeAlias = Mapping[str, list[Cut]]  # of every leaf, one an expert
 
@@ -44,8 +44,8 @@ def ties(
         scope: "global", one threshold per expert over all floating-point leaves; "tensor", exactly ⌊n·keep⌋ (at least
             one) coordinates of each leaf of n, equal magnitudes by position, and a zero sum takes +.
         weights: w_i by expert, finite: δ̂_i times w_i is what is elected and added, a mean is over the weights that
-            agree, and a zero sum takes +. A number, or {glob: number} by leaf; 1 for those not named.
-        densities: ``keep`` by expert, by leaf with scope "tensor"; ``keep`` for those not named.
+            agree, and, unless all are 1, a zero sum takes +. A number, or {glob: number} by leaf; 1 for others.
+        densities: ``keep`` by expert, by leaf with scope "tensor"; ``keep`` for those not named. 0 keeps nothing.
         rescale: give each leaf of δ̂_i the L1 norm of δ_i; a zero sum takes +.
 
     Returns:
@@ -116,8 +116,13 @@ def _cuts(base: Leaves, experts: Mapping[str, Leaves], keep: float, scope: Scope
                     f"parameter {group[0]!r} of expert {name!r} minus base's is NaN in places, which have no order: "
                     "find them by smat_fn.tree.check_finite, in base too"
                 )
-            count = int(magnitudes.numel() * number(densities, name, group[0], keep))
-            cut = (_exact if scope == "tensor" else _threshold)(magnitudes, count)
+            share = number(densities, name, group[0], keep)
+            choose, count = _exact if scope == "tensor" else _threshold, int(magnitudes.numel() * share)
+            cut = (
+                choose(magnitudes, count)
+                if share
+                else Cut(value_of(INFINITE[magnitudes.dtype], magnitudes.dtype), None)
+            )
             for path in group:
                 cuts[path].append(cut)
     return cuts
@@ -162,14 +167,14 @@ def _keeps(delta: Tensor, start: int, cut: Cut) -> Tensor:
 
 def trimmed(piece: Piece, cuts: Cuts) -> list[Tensor]:
     """The task vectors of a chunk, with zeros for entries below the experts' thresholds."""
-    stop, kept = piece.start + piece.deltas[0].numel(), []
-    for delta, cut in zip(piece.deltas, cuts[piece.path], strict=True):
-        if cut.last is None or not piece.start <= cut.last < stop - 1:
-            equal = cut.last is None or cut.last >= piece.start
-            kept.append(torch.hardshrink(delta, _limit(cut.value, delta.dtype, equal=equal)))
-        else:
-            kept.append(zeroed(delta, _keeps(delta, piece.start, cut)))
-    return kept
+    return [_trimmed(delta, piece.start, cut) for delta, cut in zip(piece.deltas, cuts[piece.path], strict=True)]
+
+
+def _trimmed(delta: Tensor, start: int, cut: Cut) -> Tensor:
+    if cut.last is not None and start <= cut.last < start + delta.numel() - 1:
+        return zeroed(delta, _keeps(delta, start, cut))
+    equal = cut.last is None or cut.last >= start
+    return torch.hardshrink(delta, _limit(cut.value, delta.dtype, equal=equal))
 
 
 def _limit(value: Tensor, dtype: torch.dtype, *, equal: bool) -> float:
@@ -228,6 +233,10 @@ class Ties(Sparse):
             ),
         ]
 
+    def special(self) -> bool:
+        """Whether experts are scaled: densities are in the cuts."""
+        return self.rescale or any(weight != 1 for weight in self.weights.values())
+
     def vector(self, base: Leaves, experts: Mapping[str, Leaves], key: Tensor | None = None) -> Leaves:
         leaves, (keep, scope, densities) = InMemory(base, experts), self.trimming()
         leaves.cuts = _cuts(base, experts, keep, scope, densities)
@@ -237,12 +246,7 @@ class Ties(Sparse):
         return vector_by_rule(self.rule(leaves), base, experts)
 
     def sparsify(self, leaves: Mapped) -> Sparsify:
-        def kept(part: Part, plain: bool) -> Tensor:
-            if part.density == 0:  # a cut keeps one coordinate at least
-                return torch.zeros_like(part.delta)
-            return zeroed(part.delta, _keeps(part.delta, part.start, leaves.cuts[part.path][part.place]))
-
-        return kept
+        return lambda part, plain: _trimmed(part.delta, part.start, leaves.cuts[part.path][part.place])
 
     def plain(self, leaves: Mapped) -> Rule:
         aggregate = self.aggregate
@@ -253,10 +257,8 @@ class Ties(Sparse):
         )
 
     def mask(self, leaves: Mapped, own: Own) -> looped.Mask | None:
-        if (bands := bands_of(leaves.cuts[own.path])) is None:
-            return None
-        pairs = zip(bands, own.densities, strict=True)
-        return looped.ByMagnitude([looped.NOTHING if density == 0 else band for band, density in pairs])
+        bands = bands_of(leaves.cuts[own.path])
+        return None if bands is None else looped.ByMagnitude(bands)
 
 
 ties_vector = vector_function(Ties, aggregate="sum", scope="global")

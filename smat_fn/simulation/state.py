@@ -401,6 +401,14 @@ def _targets(
     in_place = _in_place(targets, leaves, *others)
     if not in_place:
         tree.check_apart(targets)
+        raise_problems(
+            [
+                f"parameter {path!r} of out is {tree.dtype_name(to)} on {to.device}, which cannot hold a result: "
+                "give a floating-point tensor with memory"
+                for path, to in targets.items()
+                if not to.is_floating_point() or (to.is_meta and not leaves[path].is_meta)
+            ]
+        )
     return targets, in_place
 
 

@@ -41,8 +41,8 @@ def test_all_problems_at_once():
         "coef of 'layers.*' is nan, must be finite",
         "no rule matches parameter 'embed.weight': add one, or end the rules with '*'",
         "no rule matches parameter 'head.weight'",
-        "rule 'layers.0.*' of the coefficients decides for no parameter: earlier rules match all of its parameters, put it "
-        "before them",
+        "rule 'layers.0.*' of the coefficients decides for no parameter: earlier rules match all of its parameters, "
+        "put it before them",
         "rule 'haed.*' of the coefficients decides for no parameter: it matches no parameter",
     ):
         merge.coefs_of(iter(PATHS), {"layers.*": float("nan"), "layers.0.*": 0.1, "haed.*": 1.0})

@@ -1,5 +1,6 @@
 """Closed forms: every edge of the definitions on numbers that can be checked by hand."""
 
+import math
 from functools import partial
 
 import pytest
@@ -12,6 +13,7 @@ from smat_fn.merge.parts.chunks import Piece
 from smat_fn.merge.parts.merger import Cut
 from smat_fn.merge.task_arithmetic import TaskArithmetic
 from smat_fn.merge.ties import _limit, ties_vector, trimmed, votes
+from smat_fn.testing import assert_trees_equal
 
 KEY = random.key(0)
 
@@ -202,6 +204,26 @@ def test_ties_cancelled_coordinates_take_the_majority_sign_over_all_leaves(sign,
     merged = merge.ties(zero(one), experts, coef=1.0, keep=1.0)
     assert merged["a"].tolist() == [expected, 2 * sign]
     assert merge.ties(zero(one), experts, coef=1.0, keep=1.0, scope="tensor")["a"].tolist() == [5.0, 2 * sign]
+
+
+@pytest.mark.parametrize("scope", ["global", "tensor"])
+@pytest.mark.parametrize("aggregate", ["sum", "mean"])
+def test_ties_of_unit_weights_or_equal_densities_is_that_without(scope, aggregate):
+    one = {"a": torch.tensor([[-5.0, 1.0], [3.0, -0.5]]), "b": torch.tensor([-1.0, -1.0, -1.0])}
+    two = {"a": torch.tensor([[5.0, -1.0], [-3.0, 2.0]]), "b": torch.tensor([-1.0, 0.25, -2.0])}
+    experts, how = {"one": one, "two": two}, {"coef": 1.0, "keep": 0.9, "scope": scope, "aggregate": aggregate}
+    plain = merge.ties(zero(one), experts, **how)
+    assert plain["a"][0, 0] == (5.0 if scope == "tensor" else -5.0)
+    for options in {"weights": {"one": 1.0}}, {"densities": {"two": 0.9}}, {"weights": {"one": 1}, "densities": {}}:
+        assert_trees_equal(merge.ties(zero(one), experts, **how, **options), plain)
+    alone = merge.ties(zero(one), {"one": one}, **how)
+    assert_trees_equal(merge.ties(zero(one), experts, **how, densities={"two": 0.0}), alone)
+
+
+def test_ties_with_densities_does_not_hide_an_expert_of_nan():
+    experts = {"good": {"w": torch.arange(1.0, 9.0)}, "bad": {"w": torch.full((8,), math.nan)}}
+    for options in {}, {"densities": {"good": 0.7}}:
+        assert merge.ties(zero(experts["good"]), experts, coef=1.0, keep=0.5, **options)["w"].isnan().all()
 
 
 def test_ties_without_a_majority_nothing_agrees():

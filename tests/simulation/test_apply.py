@@ -3,6 +3,7 @@
 import itertools
 import random as random_module
 from collections import OrderedDict
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -368,6 +369,31 @@ def test_out_that_requires_gradients_or_has_a_lower_dtype_receives_values():
         theta, theta_0, drawn, out={p: torch.empty_like(v, dtype=torch.bfloat16) for p, v in theta_0.items()}
     )
     assert_trees_equal(low, {p: v.bfloat16() for p, v in pure.items()})
+
+
+@pytest.mark.parametrize(
+    ("leaf", "message"),
+    [
+        (
+            torch.zeros(3, 4, dtype=torch.int64),
+            "'b' of out is int64 on cpu, which cannot hold a result: give a floating",
+        ),
+        (torch.zeros(3, 4, dtype=torch.bool), "'b' of out is bool on cpu"),
+        (torch.zeros(3, 4, device="meta"), "'b' of out is float32 on meta"),
+        (torch.zeros(8).as_strided((3, 4), (1, 1)), "coordinates of parameter 'b' of out share memory: give it memory"),
+        (torch.zeros(1, 4).expand(3, 4), "coordinates of parameter 'b' of out share memory"),
+    ],
+)
+def test_an_out_that_cannot_hold_the_result_is_refused_before_anything_is_written(leaf, message):
+    theta, theta_0 = state(torch.float32, {"a": (2,), "b": (3, 4)})
+    drawn = draw(random.key(1), alpha_min=0.2, drop_prob=0.5, sigma=2e-3)
+    for call in partial(simulate, theta, theta_0), partial(reweight, theta):
+        out = {"a": torch.zeros(2), "b": leaf}
+        with pytest.raises(ValueError, match=message):
+            call(drawn, out=out)
+        assert not out["a"].any()
+    strided = {"a": torch.zeros(4)[::2], "b": torch.zeros(4, 6)[:, ::2].T}
+    assert_trees_equal(simulate(theta, theta_0, drawn, out=strided), simulate(theta, theta_0, drawn))
 
 
 def test_inputs_are_never_changed():

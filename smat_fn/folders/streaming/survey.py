@@ -22,7 +22,7 @@ from ...merge.parts.looped import Window
 from ...merge.parts.looped import votes as votes_of
 from ...merge.parts.merger import Cut, Value
 from ...merge.parts.per_expert import NONE, Numbers, number
-from ...merge.parts.ranks import Order, Scan, position, select, value_of
+from ...merge.parts.ranks import INFINITE, Order, Scan, position, select, value_of
 from ...merge.ties import bands_of, trimmed, votes
 from .chunks import (
     Job,
@@ -255,7 +255,10 @@ def find(
                 group = Group(job, name, paths, wide)
                 if (group.size > LARGE) == large:
                     share = number(densities, name, paths[0], keep)
-                    yield partial(_trim, group, int(group.size * share), exact=exact, workers=workers)
+                    if share:
+                        yield partial(_trim, group, int(group.size * share), exact=exact, workers=workers)
+                    else:
+                        yield partial(Trim, INFINITE[wide], wide == torch.float64, None, 0)
 
     # threads share the coordinates of a large group, and groups if they are small
     many, few = in_order(all_trims(1, False), job.workers), in_order(all_trims(job.workers, True), 1)

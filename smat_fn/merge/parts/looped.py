@@ -49,7 +49,6 @@ class Merged(NamedTuple):
 Loop: TypeAlias = Callable[[Window], Merged]
 Band: TypeAlias = tuple[tuple[int, int, int, int], tuple[int, int]]  # see `ByMagnitude`
 ALL: Band = (0, 0, INFINITE, INFINITE), (NEVER, NEVER)
-NOTHING: Band = (0, 0, 0, 0), (NEVER, NEVER)
 
 
 def sources(parts: Sequence[Tensor]) -> Any:

@@ -17,6 +17,7 @@ STEP = 1 << 19  # numbers that are counted at a time
 AWAY = 1 << 24  # the same where the host waits for each count
 SORTED = 2**31 - 1  # numbers that CUDA sorts
 BINS = 1 << 16
+INFINITE = {torch.float32: 0x7F800000, torch.float64: 0x7FF0 << 48}  # bits that exceed those of all numbers
 _INTS = {torch.float32: (torch.int32, 32, 0x7F80), torch.float64: (torch.int64, 64, 0x7FF0)}
 
 Scan: TypeAlias = Callable[[], Iterable[Tensor]]  # parts of one dtype, the same ones at each call

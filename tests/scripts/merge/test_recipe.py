@@ -163,8 +163,8 @@ NAMED = (
     "modules is not supported", "tokenizer.pad_to_multiple_of is 0", "tokens.t3.force is 1", "tokens.t4 is {'sources'",
     "tokens.t5.source is", "tokens.t6.source is 5", "tokenizer.width is not supported",
     "tokenizer and tokenizer_source are both", "chat_template is 'exaone'", "dtype 'int8' is unknown",
-    "colour is not a field", "merge_method 'evolve' is unknown", "slices.residual_weight", "'much'", "weight of model C+ADAPTER mixes",
-    "layer_range of model C+ADAPTER is [2]",
+    "colour is not a field", "merge_method 'evolve' is unknown", "slices.residual_weight", "'much'",
+    "weight of model C+ADAPTER mixes", "layer_range of model C+ADAPTER is [2]",
     "sources of every slice, must be",
 )  # fmt: skip
 
