@@ -1,6 +1,6 @@
 """Write an expert or a merged model as the whole model it belongs to, with configuration and tokenizer."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -8,17 +8,16 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from ... import checkpoint, errors, lora
+from ... import checkpoint, errors
 from ...config import WeightAverage
 from ...folders import Options, Report, local_folder, merge_folders, open_folder, place_of
-from ...folders.inputs.adapters import is_adapter
 from ...folders.inputs.opening import Place
 from ...folders.inputs.reading import Folder
 from ...folders.multi_task import export_task, is_several, open_several
-from ...lora.adapters import A, B, layer_of
 from .card import exported_card, licenses_of
 from .finished import hashes, texts
 from .inputs import manifest_of, model_names
+from .origin import key_of_base, origin_of
 from .recipe_write import folder_name
 from .streaming import leaves_of
 
@@ -43,7 +42,7 @@ def export(model: Path, base: Path, out: Path, *, task: str | None = None, **opt
         open_several(model).place(task)
     elif task is not None:
         raise ValueError(f"{model} is one model: leave out --task")
-    if (checkpoint.ADAPTED if is_adapter(model) else "base_fingerprint") in manifest:
+    if key_of_base(model) in manifest:
         _check_base(model, local_folder("base", base), manifest)
 
     left_out = "fingerprint", "base_fingerprint", checkpoint.ADAPTED, "scales"
@@ -110,57 +109,8 @@ def _changed(model: Path, files: Mapping[str, str], report: Report) -> list[str]
 
 def _check_base(model: Path, base: Path, manifest: Mapping[str, Any]) -> None:
     """Raises: ValueError where the leaves of base that the model has are not those it was made from."""
-    adapter = is_adapter(model)
-    fingerprint = manifest[checkpoint.ADAPTED if adapter else "base_fingerprint"]
-    other = adapter or manifest.get("out_dtype", "same") != "same"
     if is_several(model):
-        if checkpoint.fingerprint(leaves_of(base)) != fingerprint:
+        if checkpoint.fingerprint(leaves_of(base)) != manifest["base_fingerprint"]:
             raise ValueError(f"{model} was made from another base than {base}: give the base of that merge")
-        return
-    part = _changed_by(model) if adapter else open_folder(str(model), model)
-    if all(found != fingerprint for found in _prints(open_folder("base", base), part, other=other)):
+    elif origin_of(model, open_folder("base", base), manifest) == "other":
         raise ValueError(f"{model} was made from another base than {base}: give the model that it was trained from")
-
-
-def _changed_by(adapter: Path) -> Folder:
-    """The leaves of base that an adapter of train.py changes, without values; their dtype in training is unknown."""
-    factors, found = lora.load_peft(adapter)
-    shapes = {name: factors[name].shape for name in found.saved}
-    for path in found.paths:
-        a, b = (factors[layer_of(path) + half] for half in (A, B))
-        shapes[path] = a.shape[1:] + b.shape[:1] if path in found.transposed else b.shape[:1] + a.shape[1:]
-    leaves = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    return Folder(str(adapter), leaves, {}, {})
-
-
-def _prints(base: Folder, part: Folder, *, other: bool) -> Iterator[str]:
-    """The fingerprints that the leaves of base which a part has may have had where it was made.
-
-    As they are stored, rounded to the part's dtypes as they are loaded for training, by way of float32 where a suite
-    loads them so; and that of all leaves, which a merge on disk counts.
-
-    Args: other: the part was merged into another dtype than that of training: it may have been any.
-    """
-    whole, prefix, _ = place_of(base, part)
-
-    def fingerprint(*kinds: torch.dtype | None) -> str:
-        """Of leaves that are rounded to these dtypes in turn; None: the part's own."""
-
-        def read(name: str) -> Tensor:
-            leaf = whole.leaf(f"{prefix}{name}")
-            for kind in kinds if leaf.is_floating_point() else ():
-                leaf = leaf.to(part.leaves[name].dtype if kind is None else kind)
-            return leaf
-
-        return checkpoint.fingerprint_of(part.leaves, read)
-
-    stored = {whole.leaves[f"{prefix}{name}"].dtype for name in part.leaves}
-    kinds = {leaf.dtype for leaf in part.leaves.values()}
-    yield fingerprint()
-    rounded = [None] * (stored != kinds or len(kinds) > 1)
-    for kind in (*rounded, *((torch.float32, torch.bfloat16, torch.float16) if other else ())):
-        yield fingerprint(kind)
-        if torch.float64 in stored:
-            yield fingerprint(torch.float32, kind)
-    if len(part.leaves) < len(base.leaves):
-        yield checkpoint.fingerprint_of(base.leaves, base.leaf)

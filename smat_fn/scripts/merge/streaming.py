@@ -29,6 +29,7 @@ from ...folders import (
     prepare,
 )
 from ...folders.files import UNITS, Hashing, size_text
+from ...folders.inputs.adapters import is_adapter
 from ...folders.inputs.opening import open_input
 from ...folders.inputs.stacks import parts_of
 from ...folders.multi_task import is_several, merge_several, open_several, plan_several, prepare_several
@@ -40,6 +41,7 @@ from .. import outcome
 from .card import card, licenses_of, rounding
 from .finished import differences, hashes, is_merged, other_inputs, seconds_to_hash, texts
 from .inputs import by_name, depth_problems, facts_of, manifest_of, mask_key, other_weights, rewritten_meanwhile
+from .origin import base_problems, name_problems
 from .pushing import pushed
 from .recipe_write import BESIDE, OWN, placed_by_name, written
 
@@ -78,11 +80,13 @@ def order(
     Raises: ValueError that lists experts of one name and, if ``based``, experts of another base.
     """
     found, problems = by_name(base, experts, manifest_of(base).get("fingerprint"), based=based)
+    folders, manifests = {name: path for name, path, _ in found}, {name: own for name, _, own in found}
+    of_base = {name: path for name, path in folders.items() if based or is_adapter(path)}
+    problems += base_problems(base, of_base, manifests)
     errors.raise_problems(problems)
     if (template := options.get("chat_template")) is not None and "{" not in template and Path(template).is_file():
         options["chat_template"] = Path(template).read_text(encoding="utf-8")
-    folders = {name: path for name, path, _ in found}
-    return Order(base, folders, {name: m for name, _, m in found}, out, seed, coefs or {}, semantics, options, part)
+    return Order(base, folders, manifests, out, seed, coefs or {}, semantics, options, part)
 
 
 def by_depth(base: Path, configs: Sequence[MergerConfig], lines: tuple[float, float]) -> dict[str, float]:
@@ -249,7 +253,8 @@ def _check(configs: Sequence[MergerConfig], order: Order, hashing: Hashing) -> l
             problems.append(
                 f"--part requires one model: give --task, or merge {config.name} for all tasks without --part"
             )
-        problems += problems_of(_prepared, config, order, options)
+        if found := problems_of(_prepared, config, order, options):
+            problems += list(name_problems(order.base, order.experts, order.manifests)) or found
     errors.raise_problems(list(dict.fromkeys(problems)))  # all mergers have the same inputs
     return kept
 

@@ -550,6 +550,41 @@ def test_experts_of_one_name_or_another_base_are_refused(inputs, runs, copied, t
     streaming.order(base, {"base": base, "a": experts[0]}, out=tmp_path / "out", seed=0)
 
 
+def test_trained_experts_are_merged_on_the_base_that_they_were_trained_from(tmp_path):
+    base = {f"layers.{i}.mlp.weight": torch.randn(4, 3, generator=torch.Generator().manual_seed(i)) for i in range(2)}
+    for name, change in (("stored", 0.0), ("other", 1.0)):
+        (tmp_path / name).mkdir()
+        save_file({path: leaf + change for path, leaf in base.items()}, tmp_path / name / "model.safetensors")
+        (tmp_path / name / "config.json").write_text("{}")
+
+    def expert(run, origin):
+        facts = {"kind": "expert", "task": "t", "base_fingerprint": checkpoint.fingerprint(origin)}
+        params = {path: leaf + 1 for path, leaf in origin.items()}
+        checkpoint.save_expert(tmp_path / run / "t", params, checkpoint.describe(params, **facts))
+        return tmp_path / run / "t"
+
+    def order(of, trained, **options):
+        return streaming.order(tmp_path / of, [trained], out=tmp_path / "out", seed=0, **options)
+
+    whole, rounded = expert("whole", base), expert("rounded", {path: leaf.bfloat16() for path, leaf in base.items()})
+    ((_, report),) = streaming.stream_run([TaskArithmetic(coef=0.5)], order("stored", whole))
+    assert report.hashes
+    with pytest.raises(
+        ValueError, match=f"{rounded} was trained from .*stored rounded to its dtypes, and the rou.*ge$"
+    ):
+        order("stored", rounded)
+    order("stored", rounded, based=False)
+    checkpoint.save_expert(tmp_path / "whole" / "base", base, checkpoint.describe(base, kind="base"))
+    way = f"pass --base {tmp_path / 'whole/base'}, or --run {tmp_path / 'whole'} instead of --base and --experts$"
+    with pytest.raises(ValueError, match=f"{whole} was trained from another base than .*other: {way}"):
+        order("other", whole)
+    order("whole/base", whole)
+    named = {f"model.{path}": leaf for path, leaf in base.items()}
+    save_file(named | {"head.weight": torch.ones(2)}, tmp_path / "other" / "model.safetensors")
+    with pytest.raises(ValueError, match=f"{whole} is of train.py, and its parameters are not those that .*: {way}"):
+        list(streaming.stream_run([TaskArithmetic(coef=0.5)], order("other", whole)))
+
+
 def test_experts_of_several_bases_merge_without_a_base_alone(tmp_path):
     """On disk and in memory; adapters add to base by any merger."""
     torch.manual_seed(0)
