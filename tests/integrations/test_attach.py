@@ -747,7 +747,7 @@ def test_a_mask_with_nothing_to_act_on_is_refused_with_what_was_looked_at(tmp_pa
     trainer = own_trainer(Bare(), tmp_path)
     message = (
         "drop_prob is 0.5, but Mask has nothing to act on: where picks none of 7 parameters.*"
-        "it found none in Bare, whose linear layers are block1.0, block2.0, head.*where=.*drop_prob=0"
+        "it found none in Bare, whose linear layers are block1.0, block2.0, head.*`drop_prob=0`.*where, a function"
     )
     with pytest.raises(ValueError, match=message):
         attach(trainer, key=KEY, **STRENGTHS)
