@@ -39,7 +39,7 @@ First: TypeAlias = Mapping[type, Sequence[str]]
 def _registry(instances: Sequence[Any], first: First) -> ConstructorRegistry:
     """tyro's rules for options that may be left out, for help texts, and for other defaults: those of ``instances``.
 
-    Args: first: of a dataclass, the options that it has; all of those that are not there.
+    Args: first: the options that are shown of a dataclass; of classes that it does not name, all.
     """
     registry, by_class = ConstructorRegistry(), {type(instance): instance for instance in instances}
     asked: set[Any] = set()  # types whose rule asks tyro's own rules
