@@ -16,6 +16,7 @@ from ..merge.parts.inputs import coef_problems, of_two_dtypes
 from ..merge.parts.merger import Merger
 from ..merge.registry import tried
 from .inputs.config_source import TokenRows, Whose
+from .inputs.diffusion import copied_metadata
 from .inputs.lineage import strangers
 from .inputs.opening import inputs_of, open_inputs
 from .inputs.reading import Folder, seen
@@ -156,12 +157,13 @@ def prepare(
         differing = unlike(start, (start, *found.values()), each)
         apart = {path for path in differing if not path.endswith("num_batches_tracked")}  # of every training
         notes += [buffers_note(apart, "differs from base's in an expert")] if apart else []
+    metadata = copied_metadata(base, start.within or start, notes)
     rest = tuple(notes), workers, other, read, files
     job = Job(config, coefs, masks, start, found, _OUT[out_dtype], each, place, Scratch(), *rest)
     like = {path: leaf.to(target(job, path)) for path, leaf in written(job).leaves.items()}
     if start.root.is_file():
         shard_size = max(shard_size, sum(leaf.nbytes for leaf in like.values()))  # as base, whose readers read one file
-    return job, layout(like, shard_size, start.outputs)
+    return job, layout(like, shard_size, start.outputs, metadata)
 
 
 def out_dtypes(name: str) -> torch.dtype | None:

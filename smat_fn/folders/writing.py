@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from threading import Event, Thread
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -65,20 +66,29 @@ def file_limit() -> float:
     return math.inf if limit == resource.RLIM_INFINITY else limit
 
 
-def layout(leaves: Mapping[str, Tensor], shard_size: int, outputs: Mapping[str, str]) -> list[Shard]:
+def layout(
+    leaves: Mapping[str, Tensor],
+    shard_size: int,
+    outputs: Mapping[str, str],
+    metadata: Mapping[str, str] = MappingProxyType({}),
+) -> list[Shard]:
     """Shards of at most ``shard_size`` bytes, or one leaf, in the order of ``leaves``; wide dtypes first in each.
 
     One shard is ``model.safetensors``, more are numbered as Hugging Face does; so are the components of a pipeline,
     while a further module of sentence-transformers is one file.
 
-    Args: outputs: other files, by the prefix of their leaves' names, which the file leaves out.
+    Args:
+        outputs: other files, by the prefix of their leaves' names, which the file leaves out.
+        metadata: beside the format, of files without a prefix.
     """
     modules = {
         prefix: {path: leaf for path, leaf in leaves.items() if path.startswith(prefix)} for prefix in outputs if prefix
     }
     beside = {path for own in modules.values() for path in own}
     name = outputs.get("", WEIGHTS)
-    shards = _cut({path: leaf for path, leaf in leaves.items() if path not in beside}, shard_size, name)
+    shards = _cut(
+        {path: leaf for path, leaf in leaves.items() if path not in beside}, shard_size, name, metadata=metadata
+    )
     for prefix, own in modules.items():
         if _NUMBERED.search(prefix):  # of sentence-transformers, which reads no shards there
             shards.append(_shard(outputs[prefix], _ordered(own), prefix))
@@ -99,7 +109,13 @@ def layout_together(groups: Mapping[str, Mapping[str, Tensor]], shard_size: int,
     ]
 
 
-def _cut(leaves: Mapping[str, Tensor], shard_size: int, name: str, prefix: str = "") -> list[Shard]:
+def _cut(
+    leaves: Mapping[str, Tensor],
+    shard_size: int,
+    name: str,
+    prefix: str = "",
+    metadata: Mapping[str, str] = MappingProxyType({}),
+) -> list[Shard]:
     if not leaves:
         return []
     groups: list[list[str]] = [[]]
@@ -114,7 +130,7 @@ def _cut(leaves: Mapping[str, Tensor], shard_size: int, name: str, prefix: str =
     names = [f"{stem}-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
     names = [name] if len(groups) == 1 else names
     ordered = [_ordered({path: leaves[path] for path in group}) for group in groups]
-    return [_shard(file, group, prefix) for file, group in zip(names, ordered, strict=True)]
+    return [_shard(file, group, prefix, metadata) for file, group in zip(names, ordered, strict=True)]
 
 
 def _ordered(leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -122,8 +138,10 @@ def _ordered(leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(sorted(leaves.items(), key=lambda pair: -pair[1].itemsize))
 
 
-def _shard(file: str, leaves: Mapping[str, Tensor], prefix: str = "") -> Shard:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+def _shard(
+    file: str, leaves: Mapping[str, Tensor], prefix: str = "", metadata: Mapping[str, str] = MappingProxyType({})
+) -> Shard:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     ends, end = {}, 0
     for path, leaf in leaves.items():
         ends[path] = end, end + leaf.nbytes

@@ -74,10 +74,12 @@ def ways_out(base: Folder, experts: Mapping[str, Folder]) -> list[str]:
         lacking = {path.partition(".")[0] for path in base.leaves if path not in folder.leaves}
         own = {path.partition(".")[0] for path in folder.leaves}
         if lacking and folder.leaves.keys() <= base.leaves.keys() and lacking.isdisjoint(own):
+            what = f"{folder.label} lacks {', '.join(sorted(lacking))} as a whole"
+            if base.root.is_file():  # of a diffusion model
+                return [f"{what}: pass `partial=True`, which takes what it lacks from base"]
             return [
-                f"{folder.label} lacks {', '.join(sorted(lacking))} as a whole: if it is a part of base, such as the "
-                "language model of a vision-language model, pass `into='base'`; for other parts, in Python "
-                "merge_folders(..., partial=True) takes the rest of base"
+                f"{what}: if it is a part of base, such as the language model of a vision-language model, pass "
+                "`into='base'`; for other parts pass `partial=True`, which takes the rest from base"
             ]
     inside = {path for path in names if not _outside(path, rows)}
     shapes = _reshaped(base, experts)

@@ -1,6 +1,6 @@
 """Open base and experts: folders, hub names, adapters, other vocabularies, tied heads."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from ... import errors
+from ...errors import shortened
 from ...merge.parts.inputs import Leaves, fit_problems
 from .adapters import is_adapter, open_adapter
+from .diffusion import other_kind
 from .heads import apart, left_out, unprefixed, ways_out
 from .hub import header_problems, local_folder, unavailable
 from .lineage import strangers
 from .naming import Naming, namings
-from .optional_leaves import with_bases
+from .optional_leaves import computed, with_bases
 from .reading import PIPELINE, Folder, Read, open_folder
 from .side_files import differences
 from .stacks import adapted_by, parts_of, stacked
@@ -130,6 +132,8 @@ def _opened(
             folder = local_folder(label, Path(path))
             if not is_adapter(folder):
                 opened = open_folder(label, folder)
+                if start is not None:
+                    errors.raise_problems(other_kind(start, opened, partial=partial))
                 if start is not None and not alone:
                     opened = placed(start, opened) if partial else fitted(start, opened)
                 found[name] = opened
@@ -234,19 +238,35 @@ def place_of(base: Folder, part: Folder) -> Place:
 
 
 def placed(base: Folder, part: Folder) -> Folder:
-    """Base with the leaves of a part in their place. A head that may be tied is left to `vocabulary.one_head`.
+    """Base with the leaves of a part in their place, noted. A head that may be tied is left to `vocabulary.one_head`.
 
     Raises: as `prefix_of`.
     """
+    if not part.leaves.keys().isdisjoint(base.leaves):
+        part = part.without(
+            *(path for path, own in part.leaves.items() if path not in base.leaves and computed(path, own))
+        )
     view, prefix, naming = place_of(base, part)
     own = {f"{prefix}{name}": name for name in part.leaves}
     leaves = {path: part.leaves[own[path]] if path in own else leaf for path, leaf in view.leaves.items()}
     reads = {path: part.reads[own[path]] if path in own else view.reads[path] for path in leaves}
-    whole = Folder(part.label, leaves, reads, part.stores, part.root)
+    lacking = [
+        path for path, leaf in view.leaves.items() if path not in own and path != HEAD and not computed(path, leaf)
+    ]
+    note = f"{part.label} lacks {_listed(lacking, own)}: it has base's" if lacking else ""
+    whole = Folder(part.label, leaves, reads, part.stores, part.root, note=note)
     if naming is not None:
         whole = naming.stored(whole, base, own)
         own = {name: path for name, path in naming.names.items() if path in own}
     return whole if HEAD in own else whole.without(HEAD)
+
+
+def _listed(paths: Sequence[str], others: Iterable[str]) -> str:
+    """Leaves by name, those of a module that has none of the others by its first word."""
+    modules = {path.partition(".")[0] for path in others}
+    words = [(path.partition(".")[0], path) for path in paths]
+    shown = dict.fromkeys(path if module in modules or module == path else f"{module}.*" for module, path in words)
+    return ", ".join(shortened(list(shown), "{} more"))
 
 
 def adapted(label: str, path: Path, base: Folder, *, heads: bool = False) -> Folder:
@@ -276,6 +296,11 @@ def _foreign_names(base: Folder, other: Folder) -> str:
             if longer.endswith(f".{shorter}"):
                 prefix, whose = longer.removesuffix(shorter), other.label if longer is name else "base"
                 inner = "module" if prefix == "module." else "base_model"  # by DataParallel, or another wrapper
+                if whose == "base" and base.root.is_file():  # of a diffusion model
+                    return (
+                        f"{other.label} has no parameter of base: names in base start with {prefix!r}: if it is a part "
+                        "of base, pass `partial=True`, which takes the rest from base"
+                    )
                 head = ", or pass `heads='keep'`" if longer is name and inner == "base_model" else ""
                 head = head or (", or pass `into='base'` to merge its language model" if whose == "base" else "")
                 return (

@@ -67,6 +67,7 @@ class Store:
         store: Any = safe_open(file, framework="pt")
         self.get_tensor: Callable[[str], Tensor] = lru_cache(maxsize=4)(store.get_tensor)
         self.names: list[str] = store.offset_keys()
+        self.metadata: dict[str, str] = store.metadata() or {}
         self._slice = store.get_slice
 
     def code(self, name: str) -> str:
@@ -97,6 +98,7 @@ class Pickled:
             raise ValueError(f"{file} holds {what}, not pickled weights by name: {_SAFE}")
         self._leaves = found
         self.names: list[str] = list(found)
+        self.metadata: dict[str, str] = {}
 
     def get_tensor(self, name: str) -> Tensor:
         """A leaf as a memory-mapped tensor."""
