@@ -286,15 +286,19 @@ def run(
     """Call ``main`` on the command line's options; ValueError, OSError and a full GPU end the script with one line.
 
     Args: commands: subcommands by name; the docstring of the class of their options is their description. prepare:
-        rewrites the words of the command line before they are parsed. names: other subcommands, to suggest one
+        rewrites the words of the command line before they are parsed, or raises ValueError for words that never are
+        options here. names: other subcommands, to suggest one
         for a mistyped word. elsewhere: subcommands by the names that other tools have for them. shown: from the words,
         what `parse` shows as defaults, asked for with ``--help`` alone. first: the options that ``--help`` shows of a
         class, where ``--help-all`` shows all. brief: ``options`` with fewer subcommands, for ``--help`` of the script
         alone, and the names of the others.
     """
-    words, prog = prepare(sys.argv[1:]), script
-    if problem := mistyped(words, [*commands, *names], elsewhere, names):
-        print(f"{script}: {problem} ({script} --help lists all)", file=sys.stderr)
+    try:
+        words, prog = prepare(sys.argv[1:]), script
+        if problem := mistyped(words, [*commands, *names], elsewhere, names):
+            raise ValueError(f"{problem} ({script} --help lists all)")
+    except ValueError as error:
+        print(f"{script}: {named(str(error), script)}", file=sys.stderr)
         sys.exit(2)  # as tyro's errors
     if words and words[0] in commands:
         prog = f"{script} {words[0]}"

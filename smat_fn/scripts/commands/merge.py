@@ -43,6 +43,7 @@ from smat_fn.progress import say
 from smat_fn.scripts import cli, outcome
 from smat_fn.scripts.cli import NONE
 from smat_fn.scripts.merge.commands import COMMANDS, by_density, by_file, by_glob
+from smat_fn.scripts.merge.foreign_words import without_foreign
 
 
 @dataclass(frozen=True)
@@ -403,6 +404,6 @@ def command(script: str, launch: Sequence[str]) -> None:
         faulthandler.enable(sys.__stderr__)  # a mapped input that is cut while it is read ends the process: say where
     cli.run(
         script, main, Merge, description=__doc__, commands=COMMANDS, names=NAMES, elsewhere=OF_MERGEKIT,
-        prepare=lambda words: by_glob(by_density(by_file(words))),
+        prepare=lambda words: by_glob(by_density(by_file(without_foreign(words)))),
         shown=shown, first=FIRST, brief=(Brief, [*(config.name for config in MORE_MERGERS), *COMMANDS]),
     )  # fmt: skip

@@ -205,8 +205,12 @@ COMMANDS: dict[str, Command] = {
 
 
 def by_file(words: list[str]) -> list[str]:
-    """``FILE.yml`` as the first word is ``recipe FILE.yml``."""
-    return ["recipe", *words] if words and words[0].endswith((".yml", ".yaml")) else words
+    """``FILE.yml`` as the first word is ``recipe FILE.yml``; a word after the file is --out, as of mergekit-yaml."""
+    words = ["recipe", *words] if words and words[0].endswith((".yml", ".yaml")) else words
+    named = words[:1] == ["recipe"] and len(words) > 2 and not any(word.startswith("-") for word in words[1:3])
+    if not named or "--out" in {word.partition("=")[0] for word in words}:
+        return words
+    return [*words[:2], "--out", *words[2:]]
 
 
 def by_density(words: list[str]) -> list[str]:

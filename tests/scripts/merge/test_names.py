@@ -1,10 +1,14 @@
-"""Other names of options."""
+"""Other names of options, and words of other tools."""
+
+import sys
+from dataclasses import fields
 
 import pytest
 
-from smat_fn.scripts import cli
-from smat_fn.scripts.commands.merge import Merge
-from smat_fn.scripts.merge.commands import by_density
+from smat_fn.scripts import cli, entry
+from smat_fn.scripts.commands.merge import Choices, Inputs, Machine, Merge, Outputs
+from smat_fn.scripts.merge.commands import COMMANDS, by_density, by_file
+from smat_fn.scripts.merge.foreign_words import FOREIGN, without_foreign
 
 
 def test_density_is_keep(capsys):
@@ -30,3 +34,40 @@ def test_density_is_keep(capsys):
 
 def words_of(density):
     return ["--density", density, "--base", "B", "--experts", "A", "C", "--out", "O"]
+
+
+def test_a_word_after_a_recipe_is_its_output():
+    for words in (["cfg.yml", "OUT"], ["recipe", "cfg.yml", "OUT"]):
+        assert by_file([*words, "--seed", "1"]) == ["recipe", "cfg.yml", "--out", "OUT", "--seed", "1"]
+    for words in (["recipe", "cfg.yml", "--out", "OUT"], ["recipe", "cfg.yml", "MORE", "--out=OUT"], ["recipe"]):
+        assert by_file(words) == words
+    assert by_file(["ta", "cfg.yml", "OUT"]) == ["ta", "cfg.yml", "OUT"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--cuda", "--copy-tokenizer"], "merge.py: --cuda of mergekit: leave out, a recipe is merged on the CPU"),
+        (["--cuda", "--copy-tokenizer"], "; --copy-tokenizer of mergekit: leave out, the base's tokenizer is always"),
+        (["--lazy-unpickle", "--low-cpu-memory"], "--low-cpu-memory of mergekit: leave out, always on here\n"),
+        (["--out-shard-size=1B", "--random-seed", "3"], "--random-seed of mergekit: write --seed N"),
+        (["--no-write-model-card"], "--no-write-model-card of mergekit: leave out"),
+        (["--allow_crimes"], "--allow_crimes of mergekit: leave out, or write --config-from NAME"),
+        (["--coef", "0.2", "-0.8"], "A@0.2 B@-0.8, for factors of the first and the last block --lines 0.2 -0.8\n"),
+        (["--coef=0.2", "0.8", "1"], "write --coef 1 --experts A@0.2 B@0.8 C@1\n"),
+    ],
+)  # fmt: skip
+def test_words_of_mergekit_and_several_coefficients_are_one_line(given, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["merge.py", "cfg.yml", "OUT", *given])
+    with pytest.raises(SystemExit, match="2"):
+        entry.merge("merge.py", ())
+    (line,) = [own for own in capsys.readouterr().err.splitlines(keepends=True) if not own.endswith("libraries\n")]
+    assert said in line
+
+
+def test_no_option_here_is_called_foreign():
+    kinds = Inputs, Choices, Outputs, Machine, *(kind for _, kind in COMMANDS.values())
+    assert not {name.replace("-", "_") for name in FOREIGN} & {option.name for kind in kinds for option in fields(kind)}
+    words = ["ta", "--coef", "0.5", "--coefs", "a", "0.1", "--lines", "0.2", "1", "--seed", "3"]
+    assert without_foreign(words) == words
+    assert without_foreign(["ta", "--coef", "*a*=0.5", "--out", "0.2"]) == ["ta", "--coef", "*a*=0.5", "--out", "0.2"]
