@@ -28,7 +28,13 @@ PARAMETERS = frozenset(_OF_METHODS | {name for _, name in VARIANTS})
 
 
 def foreign_file(found: Mapping[str, Any], file: Path) -> str:
-    """The error for a file of another of mergekit's commands; empty for a recipe."""
+    """The error for a file of another of mergekit's commands, or of FusionBench; empty for a recipe."""
+    targets = [own["_target_"] for own in (found, *found.values()) if isinstance(own, Mapping) and "_target_" in own]
+    if targets:
+        return (
+            f"{file} configures {targets[0]} (_target_), it is not a recipe: docs/from_mergekit.md maps FusionBench's "
+            "methods to mergers here, as merge.py MERGER"
+        )
     if "experts" in found and str(found.get("merge_method", "moe")) == "moe":
         return f"{file} describes a mixture of experts: run merge.py moe {file}"
     if "genome" in found:
