@@ -26,6 +26,7 @@ from ..merge.parts.merger import Merger
 from ..merge.weight_average import WeightAverage
 from ..tree import dtype_name
 from .files import Hashing, changed, identity
+from .inputs.diffusion import copied_metadata
 from .inputs.reading import TASKS, Folder, Read, Store, indexed
 from .prepare import SHARD_SIZE, Options, place_problems, prepare
 from .run import Describe, Plan, Report, planned, write_job
@@ -133,7 +134,10 @@ def prepare_several(
             f"mask/{i}/{path}": torch.empty(size, dtype=torch.uint8, device="meta") for i in range(len(experts))
         }
     shards = layout_together(groups, options.get("shard_size", SHARD_SIZE), VECTOR)
-    return job._replace(config=config, beside={}), shards
+    of_one_model = list[str]()
+    copied_metadata(base, job.base, of_one_model)  # which a task's model gets when it is exported
+    notes = tuple(note for note in job.notes if note not in of_one_model)
+    return job._replace(config=config, beside={}, notes=notes), shards
 
 
 def merge_several(

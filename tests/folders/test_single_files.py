@@ -8,8 +8,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from smat_fn.config import TaskArithmetic
+from smat_fn.config import Emr, TaskArithmetic
 from smat_fn.folders import Part, merge_folders, merge_part, plan
+from smat_fn.folders.multi_task import export_task, merge_several
 
 TA = TaskArithmetic(coef=0.5)
 SHAPES = {
@@ -77,6 +78,14 @@ def test_other_outputs_have_the_format_alone(files, folders, tmp_path):
         assert metadata(tmp_path / f"out-{name}/model.safetensors") == {"format": "pt"}, name
 
 
+def test_the_model_of_a_task_has_the_metadata_once_it_is_exported(files, tmp_path):
+    report = merge_several(Emr(), *files, tmp_path / "several", describe=None)
+    assert not [note for note in report.notes if "metadata" in note]
+    report = export_task(tmp_path / "several", files[0], "x", tmp_path / "x", describe=None)
+    assert metadata(tmp_path / "x/model.safetensors") == {"format": "pt"} | KEPT
+    assert len([note for note in report.notes if "metadata" in note]) == 2
+
+
 @pytest.mark.parametrize("mark", ["v_pred", "ztsnr", "edm_vpred.sigma_max"])
 def test_models_of_another_parametrisation_are_an_error_of_its_own(mark, files, tmp_path):
     marked = tmp_path / "v.safetensors"
@@ -110,6 +119,6 @@ def test_a_file_of_a_part_is_told_to_take_the_rest_from_base(files, folders, tmp
             plan(TA, base, {"u": file}, tmp_path / "out")
         assert "into" not in str(caught.value)
         report = merge_folders(TA, base, {"u": file}, tmp_path / file.stem, partial=True)
-        assert "expert 'u' lacks cond_stage_model.*, first_stage_model.*: it has base's" in report.notes
+        assert "expert 'u' lacks cond_stage_model, first_stage_model: it has base's" in report.notes
         wanted = folders.in_memory(TA, leaves(0), {"u": leaves(0) | own})
         folders.assert_same_bits(load_file(tmp_path / file.stem / "model.safetensors"), wanted)

@@ -265,7 +265,7 @@ def _listed(paths: Sequence[str], others: Iterable[str]) -> str:
     """Leaves by name, those of a module that has none of the others by its first word."""
     modules = {path.partition(".")[0] for path in others}
     words = [(path.partition(".")[0], path) for path in paths]
-    shown = dict.fromkeys(path if module in modules or module == path else f"{module}.*" for module, path in words)
+    shown = dict.fromkeys(path if module in modules else module for module, path in words)
     return ", ".join(shortened(list(shown), "{} more"))
 
 
