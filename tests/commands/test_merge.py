@@ -178,7 +178,7 @@ def test_text_experts_are_merged_into_a_model_that_sees(hub, call, tmp_path):
     assert call("verify", folder)[1] is None
     assert "into" in call(*words[:-2], "base", "--out", tmp_path / "out")[1]
     assert "--into: not available with --search" in call(*words, tmp_path / "no", "--search")[1]
-    assert "--lines and --plot are not available with --into" in call(*words, tmp_path / "no", "--lines", 0.5, 1)[1]
+    assert "--lines is not available with --into" in call(*words, tmp_path / "no", "--lines", 0.5, 1)[1]
     assert not (tmp_path / "no").exists()
 
 

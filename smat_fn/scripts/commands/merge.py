@@ -90,6 +90,8 @@ class Inputs:
     pad with its rows."""
     heads: Literal["error", "keep"] = "error"
     """If an expert's head differs from the base's: error, or merge the rest and write heads/EXPERT.safetensors."""
+    partial: bool = False
+    """Experts may be parts of the base, such as a file without a VAE: what they lack is the base's."""
     into: Annotated[str | None, NONE] = None
     """Vision-language model among the inputs (base, or an expert's name): merges its language model with text models
     and copies its other weights."""
@@ -210,7 +212,7 @@ FIRST = {
 # merges in memory have none
 ON_DISK = (
     "coefs", "dry_run", "out_dtype", "shard_size", "memory_mib", "device", "vocabulary", "config_from",
-    "tokenizer_from", "chat_template", "push_to_hub", "heads", "part", "into",
+    "tokenizer_from", "chat_template", "push_to_hub", "heads", "part", "into", "partial",
 )  # fmt: skip
 
 
@@ -224,14 +226,7 @@ def main(args: Merge) -> None:
     """Merge by the chosen mergers, in memory or on disk, and print a line for each merged model."""
     if args.choice.preset is not None:
         preset_of(args.choice.preset)
-    given = args.inputs.base is not None, bool(args.inputs.experts)
-    if any(given) if args.inputs.run else not all(given):
-        raise ValueError(
-            "give either --run FOLDER of train.py, or --base FOLDER with --experts FOLDER..."
-            + (_base_of(args) if given == (False, True) and not args.inputs.run else "")
-        )
-    if args.inputs.run and args.merger.name == "svc":
-        raise ValueError("svc takes a merged model first, --run has none: pass --base BASE --experts MERGED EXPERT...")
+    _check_inputs(args)
     import torch
 
     from smat_fn.merge import CALIBRATION_COEFS
@@ -280,6 +275,20 @@ def main(args: Merge) -> None:
         picture(plot, rows, [args.output.out / config.name for config in searched])
         print(f"plot: {plot}")
         outcome.add("written", plot)
+
+
+def _check_inputs(args: Merge) -> None:
+    """Raises: ValueError for inputs that are given twice or not at all, and that the merger or a plot cannot have."""
+    given = args.inputs.base is not None, bool(args.inputs.experts)
+    if any(given) if args.inputs.run else not all(given):
+        raise ValueError(
+            "give either --run FOLDER of train.py, or --base FOLDER with --experts FOLDER..."
+            + (_base_of(args) if given == (False, True) and not args.inputs.run else "")
+        )
+    if args.inputs.run and args.merger.name == "svc":
+        raise ValueError("svc takes a merged model first, --run has none: pass --base BASE --experts MERGED EXPERT...")
+    if args.output.plot and (args.inputs.into is not None or args.inputs.partial):  # it compares whole models
+        raise ValueError("--plot is not available with --into and --partial: leave it out")
 
 
 def _base_of(args: Merge) -> str:
@@ -367,8 +376,8 @@ def on_disk(args: Merge, preset: Preset, configs: list[MergerConfig], base: Path
     from smat_fn.scripts.merge import streaming
 
     lines, coefs = args.choice.lines, args.choice.coefs
-    if args.inputs.into is not None and (lines is not None or args.output.plot):
-        raise ValueError("--lines and --plot are not available with --into: leave them out")
+    if args.inputs.into is not None and lines is not None:
+        raise ValueError("--lines is not available with --into: leave it out")
     if lines is not None and coefs:
         raise ValueError("--lines and --coefs both give coefficients by parameter: leave one out")
     part = streaming.chosen_part(args.machine.part, dry_run=args.output.dry_run, push=args.output.push_to_hub)
@@ -393,6 +402,7 @@ def on_disk(args: Merge, preset: Preset, configs: list[MergerConfig], base: Path
         chat_template=args.output.chat_template,
         heads=args.inputs.heads,
         into=args.inputs.into,
+        partial=args.inputs.partial,
     )
     own = args.output
     return streaming.run(configs, order, dry_run=own.dry_run, push=own.push_to_hub, public=own.public)

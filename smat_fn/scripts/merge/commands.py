@@ -1,7 +1,7 @@
 """merge.py's subcommands beside mergers, and words that it takes for other words. No torch until one runs."""
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -147,7 +147,7 @@ def from_recipe(args: FromRecipe) -> None:
     from .recipe import load
 
     part = streaming.chosen_part(args.part, dry_run=args.dry_run, push=args.push_to_hub)
-    found = load(args.file, into=args.into)
+    found = load(args.file, into=args.into, partial=args.partial)
     given = dict(found.options)
     seed = given.pop("seed", 0)
     seed = seed if args.seed is None else args.seed
@@ -158,13 +158,13 @@ def from_recipe(args: FromRecipe) -> None:
         for name in ("vocabulary", "config_from", "heads", "into")
         if (value := getattr(args, name)) is not None
     }
-    coefs = found.coef if isinstance(found.coef, Mapping) else {} if found.coef is None else {"*": found.coef}
+    given["partial"] = args.partial or given.get("partial", False)
     order = streaming.order(
         found.base,
         found.experts,
         out=args.out,
         seed=seed,
-        coefs=coefs,
+        coefs=found.coef,
         overwrite=args.overwrite,
         chunk=chunk_of(args.memory_mib << 20),
         workers=args.threads,

@@ -66,10 +66,11 @@ def fields_of(file: Path, kind: str) -> dict[str, Any]:
     return found
 
 
-def load(file: Path, *, into: str | None = None) -> Recipe:
+def load(file: Path, *, into: str | None = None, partial: bool = False) -> Recipe:
     """The merge that a file describes, in mergekit's format or in that of `recipe_write.written`.
 
-    Args: into: the model whose language model is merged (`folders.Options`), so that models differ in their names.
+    Args: into: the model whose language model is merged (`folders.Options`), so that models differ in their names;
+        partial: models may lack leaves of base.
     Raises: ValueError that lists every field that is unknown, malformed, or asks for what no merger here does; no
         model is looked at before.
     """
@@ -85,7 +86,7 @@ def load(file: Path, *, into: str | None = None) -> Recipe:
         raise ValueError(f"{file}: an alias (*name) is a part of what it stands for (&name): leave it out") from None
     try:
         errors.raise_problems(list(_problems(found)))
-        recipe = resolve(found, inside=into is not None)
+        recipe = resolve(found, inside=into is not None, partial=partial)
         return recipe._replace(notes=(*notes, *recipe.notes))
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
@@ -224,10 +225,15 @@ def _own(found: Mapping[str, Any], file: Path) -> Recipe:
         problems.append(f"merger is {found['merger']!r}, must be one of {', '.join(known)}")
     elif isinstance(found.get("options"), dict):
         problems += _option_problems(merger, found["options"])
+    number = found.get("coef") if _fits(found.get("coef"), float) else None
+    if number is not None and merger is not None:
+        problems += _number_problems(merger, number, found.get("options"))
     errors.raise_problems(problems, of=str(file))
     assert merger is not None
     options = {name: tuple(v) if isinstance(v, list) else v for name, v in found["options"].items()}
-    if isinstance(found.get("coef"), dict) and hasattr(merger, "coef"):
+    if number is not None:
+        options["coef"] = number
+    elif isinstance(found.get("coef"), dict) and hasattr(merger, "coef"):
         options = {"coef": None} | options  # that of every leaf is there
     places = folders_beside(file.parent)
     base = placed(found["base"], places.get("base", ()))
@@ -239,12 +245,20 @@ def _own(found: Mapping[str, Any], file: Path) -> Recipe:
     rest = {name: found[name] for name in OWN[3:] if name in found}
     for name in places.keys() & {"config_from", "tokenizer_from"}:
         rest[name] = str(places[name][0])
-    return Recipe(merger(**options), base, experts, found.get("coef"), rest)
+    return Recipe(merger(**options), base, experts, found.get("coef") if number is None else None, rest)
 
 
 def _gone(place: Path) -> bool:
     """Whether a name is that of no folder here, and of no repository."""
     return not place.exists() and not parts_of(place) and len(place.parts) == 1
+
+
+def _number_problems(merger: type[MergerConfig], coef: float, options: Any) -> Iterator[str]:
+    """Errors for one number as ``coef``, beside the options or as one of them."""
+    if "coef" not in get_type_hints(merger):
+        yield f"coef is {coef:g}, but {merger.name} has none: leave it out"
+    elif isinstance(options, dict) and options.get("coef") is not None:
+        yield f"coef is {coef:g}, and options.coef {options['coef']}: leave one out"
 
 
 def _option_problems(merger: type[MergerConfig], options: Mapping[str, Any]) -> Iterator[str]:

@@ -26,7 +26,7 @@ class Recipe(NamedTuple):
     config: MergerConfig
     base: Path
     experts: dict[str, Path]
-    coef: float | Mapping[str, float] | None  # γ, or by leaf, instead of the configuration's
+    coef: Mapping[str, float] | None  # γ by leaf, instead of the configuration's
     options: dict[str, Any]  # seed, semantics and those of `folders.Options` that the file names
     notes: tuple[str, ...] = ()
 
@@ -58,10 +58,10 @@ class Spot(NamedTuple):
     name: Callable[[int], str]  # there, in a model whose first layer of this slice is given
 
 
-def resolve(found: Mapping[str, Any], *, inside: bool = False) -> Recipe:
+def resolve(found: Mapping[str, Any], *, inside: bool = False, partial: bool = False) -> Recipe:
     """A recipe whose fields have been checked, with the headers of its models.
 
-    Args: inside: one model is merged into, by its names, which are not those of base: no value differs by parameter.
+    Args: inside, partial: the merge has `into` or `partial` (`Options`); with `into` no value differs by parameter.
     Raises: ValueError for models that cannot be opened, ranges of layers and numbers of models that do not fit, and
         parameters that a leaf lacks.
     """
@@ -81,7 +81,7 @@ def resolve(found: Mapping[str, Any], *, inside: bool = False) -> Recipe:
         experts = {name: _whole(source.ref, first) for name, source in zip(names, slices[0].experts, strict=True)}
         by_row = found.get("tokenizer") is None and not found.get("tokenizer_source")
         labelled = {"base": base, **{f"expert {name!r}": path for name, path in experts.items()}}
-        errors.raise_problems(header_problems(labelled, rows=by_row, shapes=not inside))
+        errors.raise_problems(header_problems(labelled, rows=by_row, shapes=not (inside or partial)))
     else:
         base = _stack([part.base or _base_of(part.experts, origin) for part in slices])
         experts = {name: _stack([part.experts[i] for part in slices], method.uneven) for i, name in enumerate(names)}

@@ -15,6 +15,7 @@ from ...folders.inputs.stacks import adapted_by, parts_of, stack_of
 
 BESIDE = (
     "config_from", "tokenizer_from", "chat_template", "token_rows", "tokens", "pad_to_multiple_of", "heads", "into",
+    "partial",
 )  # fmt: skip
 OWN = (
     "base", "experts", "coef", "seed", "semantics", "out_dtype", "shard_size", "vocabulary", "device", *BESIDE,

@@ -140,6 +140,8 @@ class FromRecipe:
     into: Annotated[str | None, arg(help_behavior_hint="(default: the file's, else none)")] = None
     """Vision-language model among the models (base, or a model's name): merges its language model with text models and
     copies its other weights."""
+    partial: bool = False
+    """Models may be parts of the base, such as a file without a VAE: what they lack is the base's."""
     memory_mib: int = 72
     """Working memory, in MiB, besides mapped files; --dry-run prints the need."""
     threads: int = 1

@@ -289,7 +289,7 @@ def _settings(config: MergerConfig, order: Order) -> dict[str, Any]:
         "shard_size": order.options.get("shard_size", SHARD_SIZE),
         "vocabulary": order.options.get("vocabulary", "error"),
         "device": order.options.get("device", "cpu"),
-        **{name: _by_name(value) for name in BESIDE if (value := order.options.get(name)) is not None},
+        **{name: _by_name(value) for name in BESIDE if (value := order.options.get(name)) not in (None, False)},
     }
 
 

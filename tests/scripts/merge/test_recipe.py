@@ -306,6 +306,15 @@ REFUSALS = {
         "base_model": "A",
         "experts": [],
     },
+    "bad.yml configures fusion_bench.method.Ties (_target_), it is not a recipe: docs/from_mergekit.md maps": {
+        "_target_": "fusion_bench.method.Ties",
+        "scaling_factor": 0.3,
+    },
+    "bad.yml configures fusion_bench.programs.Fusion (_target_)": {
+        "_target_": "fusion_bench.programs.Fusion",
+        "method": {"_target_": "fusion_bench.method.X"},
+    },
+    "bad.yml configures fusion_bench.method.X (_target_)": {"method": {"_target_": "fusion_bench.method.X"}},
     "bad.yml is a search of mergekit-evolve (genome), not a merge": {"genome": {"models": ["A"]}, "tasks": []},
     "cannot be read as YAML": "models: [",
     "holds several documents: write each to its own file": "name: first\n---\nmerge_method: slerp\n",
@@ -709,6 +718,9 @@ OWN_BAD = {
     "options.keep is 'x': see merge.py ties --help": {"options": {"keep": "x"}},
     "options.kep is not an option of ties": {"options": {"kep": 0.5}},
     "options.weights is [0.5]": {"options": {"weights": [0.5]}},
+    "coef is 0.5, and options.coef 0.3: leave one out": {"coef": 0.5},
+    "coef is 0.5, but wa has none: leave it out": {"merger": "wa", "options": {}, "coef": 0.5},
+    "'partial' is 'yes'": {"partial": "yes"},
     "options.t is missing": {"merger": "nearswap", "options": {}},
     "names BASE, A, neither here nor at its old path": {},
 }
@@ -720,6 +732,19 @@ def test_a_file_of_ours_that_was_changed_is_one_error(text, tmp_path):
     (tmp_path / RECIPE).write_text(yaml.safe_dump(found))
     with pytest.raises(ValueError, match=re.escape(text)):
         load(tmp_path / RECIPE)
+
+
+def test_one_coefficient_may_be_given_beside_the_options(models, tmp_path, capsys):
+    files = []
+    for place, given in (("beside", {"options": {}, "coef": 0.4}), ("inside", {"options": {"coef": 0.4}})):
+        own = {"merger": "ta", **given, "base": str(models / "BASE"), "experts": {"A": str(models / "A")}}
+        (tmp_path / RECIPE).write_text(yaml.safe_dump(own))
+        commands.from_recipe(settings.FromRecipe(tmp_path / RECIPE, tmp_path / place))
+        files.append((tmp_path / place / "ta/model.safetensors").read_bytes())
+        assert f"merged: {tmp_path / place / 'ta'}, coef 0.4, rounding" in capsys.readouterr().out
+    assert files[0] == files[1]
+    first, second = (yaml.safe_load((tmp_path / place / "ta" / RECIPE).read_text()) for place in ("beside", "inside"))
+    assert first == second
 
 
 OUTSIDE = {"kind": "model_token", "model": "A", "token_id": 14}
