@@ -1,6 +1,8 @@
 """merge.py with adapters and other vocabularies, and its extract-lora, as a user runs them."""
 
 import json
+import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -61,10 +63,11 @@ def test_an_adapter_that_was_extracted_is_an_expert(call, model, tmp_path):
         "2 matrices: relative error ",
         "1 changed parameter stored whole: norm.weight\n",
         "1 changed parameter left out, an adapter cannot hold them: model.q.bias\n",
+        "not in the adapter: ",
     ):
         assert line in said
     assert f"extracted: {tmp_path / 'lora'}, rank 4" in said
-    assert call("verify", tmp_path / "lora") == (f"2 files have the hashes stored in {tmp_path / 'lora'}\n", None)
+    assert call("verify", tmp_path / "lora") == (f"4 files have the hashes stored in {tmp_path / 'lora'}\n", None)
     assert call("extract-lora", *inputs, "--rank", 0)[1].startswith(
         "merge.py extract-lora:\n  rank is 0, must be at least 1\n  "
     )
@@ -78,6 +81,83 @@ def test_an_adapter_that_was_extracted_is_an_expert(call, model, tmp_path):
     used = {Path(file).name for file in manifest["inputs"]["expert 'lora'"]}
     assert used == {"adapter_config.json", "adapter_model.safetensors"}
     assert call("verify", tmp_path / "out/ta")[1] is None
+
+
+def test_factors_alone_are_an_option_whose_loss_is_printed(call, model, tmp_path):
+    (base, before), adapters = model("base", 0), []
+    for seed in (1, 2):
+        (expert, after), out = model(f"expert{seed}", seed), tmp_path / f"lora{seed}"
+        adapters.append(out)
+        words = "--base", base, "--expert", expert, "--energy", 1 - 1e-9, "--linear-only", "--out", out
+        said, code = call("extract-lora", *words)
+        assert code is None
+        deltas = {path: (leaf - before[path]).double() for path, leaf in after.items()}
+        lost = sum(float(deltas[path].square().sum()) for path in ("norm.weight", "model.q.bias"))
+        share = math.sqrt(lost / sum(float(delta.square().sum()) for delta in deltas.values()))
+        left_out = "2 changed parameters left out, they have no low-rank factors (--linear-only): "
+        assert (
+            f"{left_out}model.q.bias, norm.weight\nnot in the adapter: {share:.2%} of the norm of expert - base\n"
+            in said
+        )
+        assert f"extracted: {out}, rank 4, " in said
+    said, code = call("adapters", "--experts", *adapters, "--method", "cat", "--out", tmp_path / "both")
+    assert (said.startswith(f"merged: {tmp_path / 'both'}, 2 modules of rank 8, "), code) == (True, None)
+    words = "--energy", 0.5, "--only", "model.*", "--skip", "*.q.*", "--out", tmp_path / "some", "--json"
+    facts = json.loads(call("extract-lora", "--base", base, "--expert", expert, *words)[0])
+    assert facts["skipped"] == ["model.q.bias", "model.q.weight", "norm.weight"]
+    assert 0 < facts["lost"][0] < 1
+    assert facts.keys() == {"skipped", "lost", "written"}
+
+
+def test_an_adapter_that_is_extracted_already_is_kept(call, model, tmp_path):
+    (base, _), (expert, leaves), out = model("base", 0), model("expert", 1), tmp_path / "lora"
+    again = "extract-lora", "--base", base, "--expert", expert, "--rank", 2, "--skip", "*.q.*", "--out", out
+    assert call(*again)[1] is None
+    written = (out / "adapter_config.json").stat().st_mtime_ns
+    assert call(*again) == (f"kept: {out}: already finished\n", None)
+    assert (out / "adapter_config.json").stat().st_mtime_ns == written
+    others = ("--rank", 3), ("--energy", 0.5), ("--skip", "*.q.weight"), ("--only", "*"), ("--linear-only",)
+    for words in others:
+        changed = [*again[:5], "--rank", 2, "--skip", "*.q.*", "--out", out]
+        if words[0] in changed:
+            changed[changed.index(words[0]) + 1] = words[1]
+        else:
+            changed += words
+        assert "lora exists: choose another folder or pass --overwrite" in call(*changed)[1], words
+    shutil.copytree(base, tmp_path / "copy")
+    assert (
+        "lora exists" in call("extract-lora", "--base", tmp_path / "copy", *again[3:])[1]
+    )  # it is named in the adapter
+    other, _ = model("other", 2)
+    assert "lora exists" in call(*again[:4], other, *again[5:])[1]
+    text = (out / "adapter_config.json").read_text()
+    (out / "adapter_config.json").write_text(text + " ")
+    assert "lora exists" in call(*again)[1]
+    (out / "adapter_config.json").write_text(text)
+    assert call(*again)[0].startswith("kept: ")
+    save_file(leaves | {"norm.weight": leaves["norm.weight"] + 1}, expert / "model.safetensors", {"format": "pt"})
+    assert "lora exists" in call(*again)[1]
+    assert call(*again, "--overwrite")[1] is None
+    assert call(*again)[0].startswith("kept: ")
+
+
+def test_errors_of_an_extraction_are_listed_at_once_as_options(call, model, tmp_path):
+    (base, _), (expert, _) = model("base", 0), model("expert", 1)
+    words = "--base", base / "model.safetensors", "--expert", expert, "--out", tmp_path / "lora"
+    _, said = call("extract-lora", *words, "--only", "q", "--skip", "*.k.*")
+    assert said.splitlines()[:2] == [
+        "merge.py extract-lora:",
+        "  neither --rank nor --energy is given: give --rank 16, or --energy 0.95, or both",
+    ]
+    assert f"\n  base is {base / 'model.safetensors'}, a single file, " in said
+    assert (
+        "\n  --only q matches no parameter of base: give a glob over names such as model.embed_tokens.weight\n" in said
+    )
+    assert "\n  --skip '*.k.*' matches no parameter of base" in said
+    assert len(said.splitlines()) == 5
+    _, said = call("extract-lora", *words, "--rank", 1, "--only", "model.*", "--skip", "*")
+    assert "--skip matches every parameter that --only leaves: give narrower globs" in said
+    assert not (tmp_path / "lora").exists()
 
 
 def test_vocabulary_is_an_option(call, model, tmp_path):

@@ -79,7 +79,7 @@ def _is_finished(args: MergeAdapters, facts: Mapping[str, Any], adapters: Mappin
         if manifest.get("adapter") != "merged" or other_facts(manifest, facts):
             return False
         places = {name: local_folder(f"adapter {name!r}", Path(path), fetch=False) for name, path in adapters.items()}
-        base, *named = (_base_of(place) for place in (args.out, *places.values()))
+        base, *named = (base_of(place) for place in (args.out, *places.values()))
         if base != (args.base or named[0]):
             return False
         with Hashing(args.threads) as hashing:
@@ -88,7 +88,8 @@ def _is_finished(args: MergeAdapters, facts: Mapping[str, Any], adapters: Mappin
         return False
 
 
-def _base_of(adapter: Path) -> Any:
+def base_of(adapter: Path) -> Any:
+    """The base that an adapter's configuration names."""
     return json.loads((adapter / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
 
 

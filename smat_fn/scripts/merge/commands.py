@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import outcome
@@ -69,44 +68,43 @@ def extract_lora(args: ExtractLora) -> None:
     """Write the adapter and print its errors."""
     import torch
 
-    from ...folders import extract_lora
     from ...folders.files import size_text
-    from .inputs import manifest_of
+    from .extracting import extract
 
     torch.set_num_threads(args.threads)
-    try:
-        made = extract_lora(args.base, args.expert, args.out, rank=args.rank, overwrite=args.overwrite)
-    except ValueError as error:
-        if not manifest_of(args.expert) or _names(args.expert) <= _names(args.base):
-            raise
-        way = f"merge.py export {args.expert} --base {args.base} --out FOLDER, then pass --expert FOLDER"
-        raise ValueError(
-            f"{args.expert} has the names of train.py, not those of {args.base}: {way} ({error})"
-        ) from error
-    for line in summary(made):
+    if (made := extract(args)) is None:
+        outcome.add("kept", args.out)
+        print(f"kept: {args.out}: already finished")
+        return
+    for line in summary(made, linear_only=args.linear_only):
         print(line)
     outcome.add("written", args.out)
-    print(f"extracted: {args.out}, rank {args.rank}, {size_text(made.bytes)}, relative error {made.error:.2e} in all")
+    for kind in ("whole", "left_out", "skipped"):
+        for path in getattr(made, kind):
+            outcome.add(kind, path)
+    outcome.add("lost", made.lost)
+    least, most = min(made.ranks.values()), max(made.ranks.values())
+    ranks = f"rank {most}" if least == most else f"ranks {least} to {most}"
+    print(f"extracted: {args.out}, {ranks}, {size_text(made.bytes)}, relative error {made.error:.2e} in all")
 
 
-def _names(model: Path) -> frozenset[str]:
-    from ...folders.inputs.opening import open_input
-
-    return frozenset(open_input("model", model).leaves)
-
-
-def summary(made: "Extracted") -> Iterator[str]:
+def summary(made: "Extracted", *, linear_only: bool) -> Iterator[str]:
     """Lines that summarise an extracted adapter, one for each kind of leaf."""
-    beside = {*made.whole, *made.left_out}
+    beside = {*made.whole, *made.left_out, *made.skipped}
     low = sorted((error, path) for path, error in made.errors.items() if path not in beside)
     if low:
         (worst, path), middle = low[-1], low[len(low) // 2][0]
         yield f"{_count(low, 'matrix', 'matrices')}: relative error {middle:.2e} in the middle, {worst:.2e} at {path}"
-    if made.whole:
-        yield f"{_count(made.whole, 'changed parameter', 'changed parameters')} stored whole: {_some(made.whole)}"
-    if made.left_out:
-        what = _count(made.left_out, "changed parameter", "changed parameters")
-        yield f"{what} left out, an adapter cannot hold them: {_some(made.left_out)}"
+    why = "they have no low-rank factors (--linear-only)" if linear_only else "an adapter cannot hold them"
+    for paths, what in (
+        (made.whole, "stored whole"),
+        (made.left_out, f"left out, {why}"),
+        (made.skipped, "skipped (--only, --skip)"),
+    ):
+        if paths:
+            yield f"{_count(paths, 'changed parameter', 'changed parameters')} {what}: {_some(paths)}"
+    if made.left_out or made.skipped:
+        yield f"not in the adapter: {made.lost:.2%} of the norm of expert - base"
     if made.tied:
         yield f"{_some(made.tied)}: other modules share it, peft changes them too with merge_and_unload alone"
 

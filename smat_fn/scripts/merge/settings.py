@@ -49,8 +49,18 @@ class ExtractLora:
     """Fine-tuned model: a folder, or a hub name."""
     out: Path
     """Folder for the adapter."""
-    rank: int
+    rank: Annotated[int | None, arg(help_behavior_hint="(default: none; required without --energy)")] = None
     """Maximum rank of the adapter."""
+    energy: Annotated[float | None, NONE] = None
+    """Take for each matrix the smallest rank whose singular values hold this share of their sum of squares, e.g. 0.95;
+    at most --rank."""
+    linear_only: bool = False
+    """Store low-rank factors (of linear layers and embeddings) alone, and no whole modules, which vLLM does not serve;
+    other changes are left out."""
+    only: Annotated[tuple[str, ...], arg(metavar="GLOB ...", help_behavior_hint="(default: all)")] = ()
+    """Globs over parameter names; all other parameters keep the base's values."""
+    skip: Annotated[tuple[str, ...], arg(metavar="GLOB ...", help_behavior_hint="(default: none)")] = ()
+    """Globs over parameters that keep the base's values, even if --only matches them."""
     overwrite: bool = False
     """Replace an adapter that exists."""
     threads: int = 1
