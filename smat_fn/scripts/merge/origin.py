@@ -21,7 +21,7 @@ def key_of_base(model: Path) -> str:
 
 
 def origin_of(model: Path, base: Folder, manifest: Mapping[str, Any]) -> Literal["base", "rounded", "other"]:
-    """What a model was trained from: base, base rounded to the model's dtypes, or other weights.
+    """The weights that a model was trained from: base, base rounded to the model's dtypes, or others.
 
     Of an adapter, whose factors do not depend on the rounding of base, never "rounded".
 
