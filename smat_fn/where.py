@@ -16,6 +16,12 @@ _NOT_LINEAR = re.compile(r"Router|PatchMerging|PatchEmbed")
 _HEADS, _HEAD = re.compile(r"(^|_)(heads?|classifiers?|predictors?)$"), re.compile(r"(Head|Classifier|Predictor)$")
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 _NOT_A_MATRIX = re.compile(r"emb|pos_|position|bias|token")  # 3-D parameters: XLNet's and Funnel's seg_embed
+_STACK = re.compile(
+    r"(layers?|blocks?|stages?|levels?|groups?|encoders|features|^h|^down|^up)\d*$"
+)  # names of lists of blocks
+_PARALLEL = re.compile(rf"expert|{_HEADS.pattern}")
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_HALVES = ("input_blocks", "output_blocks"), ("down_blocks", "up_blocks")  # of a UNet
 
 
 def trainable(module: nn.Module) -> Predicate:
@@ -125,39 +131,103 @@ def matrices(path: str, leaf: Tensor) -> bool:
 
 
 def block_prefix(path: str) -> str:
-    """The block that a leaf is in, up to its number, "layers.3" of "layers.3.mlp.weight"; "" outside of blocks."""
+    """A leaf's name up to its first number, "layers.3" of "layers.3.mlp.weight"; "" without one between two dots.
+
+    Of one name alone, so any numbered module counts; whether it is a block takes all names: `blocks_of`.
+    """
     parts = path.split(".")
     return next((".".join(parts[: i + 1]) for i, part in enumerate(parts[:-1]) if i and part.isdecimal()), "")
 
 
 def block_of(path: str) -> int | None:
-    """The number of the block that a leaf is in: the first one between two dots, 3 of "layers.3.mlp.weight"."""
+    """The first number between two dots, 3 of "layers.3.mlp.weight": a block's if the list is one (`blocks_of`)."""
     return next((int(part) for part in path.split(".")[1:-1] if part.isdecimal()), None)
 
 
+def blocks_of(paths: Iterable[str]) -> dict[str, str]:
+    """The block that every leaf is in, up to its number, "layers.3" of "layers.3.mlp.weight"; "" outside of blocks.
+
+    A numbered list is a stack of blocks if it is called so, ``layers``, ``blocks``, ``stages``, ``h`` and the like, and
+    has modules inside its members. In a model without such a list, one of any other name is a stack (but of heads or
+    experts), if its members are numbered 0 ... n - 1, n >= 2, have parameters in two modules or more, and have at least
+    half of their names in common; in a model without either, a list of single layers (``layers.0.weight``) that is
+    called so. The layers of a projector, ``mlp.0`` and ``mlp.2``, or of a classifier are not blocks. With a stack count
+    the lists beside it of the same numbers (SegFormer's ``patch_embeddings`` beside ``block``), but not heads or
+    experts.
+
+    Of stacks inside stacks the outermost counts: the stage of Swin's ``layers.0.blocks.1`` and of ConvNeXt's
+    ``stages.0.layers.1``, but the block within its stage of torchvision's ResNets, ``layer1.0``. A list of experts
+    inside a block is a part of it.
+
+    Args:
+        paths: of all leaves.
+
+    Returns:
+        A name by path, in the order of ``paths``; the number is after its last dot.
+    """
+    places = {path: list(_numbered(path)) for path in paths}
+    lists: dict[str, dict[str, set[str]]] = {}  # by name and number, the names of leaves below
+    for found in places.values():
+        for name, number, below in found:
+            lists.setdefault(name, {}).setdefault(number, set()).add(below)
+    called = {name for name in lists if _STACK.search(name.rpartition(".")[2])}
+    stacks = {name for name in called if any("." in unwrapped(below) for own in lists[name].values() for below in own)}
+    stacks = stacks or {name for name, members in lists.items() if _alike(name, members)} or called
+    beside = {(name.rpartition(".")[0], frozenset(lists[name])) for name in stacks}
+    stacks |= {
+        name
+        for name, members in lists.items()
+        if (name.rpartition(".")[0], frozenset(members)) in beside and not _PARALLEL.search(name.rpartition(".")[2])
+    }
+    return {
+        path: next((f"{name}.{number}" for name, number, _ in found if name in stacks), "")
+        for path, found in places.items()
+    }
+
+
+def unet_problems(blocks: Iterable[str], rest: str) -> list[str]:
+    """The error for a UNet, whose blocks down and up are two stacks, of which the second one follows the first.
+
+    Args:
+        blocks: of all leaves, `blocks_of`.
+        rest: the way out, with "{}" for the name of a block.
+    """
+    first: dict[str, str] = {}
+    for block in filter(None, blocks):
+        first.setdefault(block.rpartition(".")[0], block)
+    return [
+        f"{down} and {up} are the two halves of a UNet, whose blocks have no depth: {rest.replace('{}', block)}"
+        for down, block in first.items()
+        for ends in _HALVES
+        if down.endswith(ends[0]) and (up := down.removesuffix(ends[0]) + ends[1]) in first
+    ]
+
+
 def by_depth(
-    paths: Iterable[str], low: float, high: float, *, layer_of: Callable[[str], int | None] = block_of
+    paths: Iterable[str], low: float, high: float, *, layer_of: Callable[[str], int | None] | None = None
 ) -> dict[str, float]:
     """``low + (high - low) l / (L - 1)`` of the leaves of block l = 0 ... L - 1, and low of leaves in no block.
 
-    Of several stacks, as an encoder and a decoder, L is that of the longest.
+    Of several stacks, as an encoder and a decoder or two towers, L is that of the longest.
 
     Args:
-        paths: of leaves.
+        paths: of leaves; of all leaves, unless ``layer_of`` is given.
         low, high: finite; of the first and of the last block.
-        layer_of: the block of a leaf, None outside of blocks.
+        layer_of: the block of a leaf, None outside of blocks; default: its number in `blocks_of`.
 
     Returns:
         A number by path, in the order of ``paths``.
 
     Raises:
-        ValueError: lists numbers that are not finite; or there are fewer than two blocks.
+        ValueError: lists numbers that are not finite; or there are fewer than two blocks, or those of a UNet.
     """
-    layers = {path: layer_of(path) for path in paths}
+    blocks = blocks_of(paths) if layer_of is None else {}
+    layers = _numbers(blocks) if layer_of is None else {path: layer_of(path) for path in paths}
     last = max((layer for layer in layers.values() if layer is not None), default=0)
     problems = [f"{name} is {n}, must be finite" for name, n in {"low": low, "high": high}.items() if not isfinite(n)]
     if layers and last < 1:
         problems.append("no two blocks by layer_of, so no depth: pass the block of every leaf, as 3 of layers.3.weight")
+    problems += unet_problems(blocks.values(), "give a number for each parameter")
     raise_problems(problems)
     return {path: low + (high - low) * (layer or 0) / max(last, 1) for path, layer in layers.items()}
 
@@ -165,6 +235,29 @@ def by_depth(
 def never(path: str, leaf: Tensor) -> bool:
     """Picks no leaf: switches Mask off."""
     return False
+
+
+def _numbered(path: str) -> Iterator[tuple[str, str, str]]:
+    """Name before, number and name after it of every number between two dots, from outside to inside."""
+    parts = path.split(".")
+    for i, part in enumerate(parts[:-1]):
+        if i and part.isdecimal():
+            yield ".".join(parts[:i]), part, ".".join(parts[i + 1 :])
+
+
+def _alike(name: str, members: Mapping[str, set[str]]) -> bool:
+    """Whether a list that is not called a stack looks like one: see `blocks_of`."""
+    if _PARALLEL.search(name.rpartition(".")[2]) or len(members) < 2 or {*map(int, members)} != {*range(len(members))}:
+        return False
+    below = [{unwrapped(leaf) for leaf in leaves} for leaves in members.values()]
+    if any(len({leaf.rpartition(".")[0] for leaf in own}) < 2 for own in below):
+        return False
+    names = [{_NUMBER.sub("#", leaf) for leaf in own} for own in below]
+    return all(2 * len(set.intersection(*names)) >= len(own) for own in names)
+
+
+def _numbers(blocks: Mapping[str, str]) -> dict[str, int | None]:
+    return {path: int(block.rpartition(".")[2]) if block else None for path, block in blocks.items()}
 
 
 def _lists(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:

@@ -527,6 +527,21 @@ MUTANTS = [
         ("last < 1", "last < 0"),
     ),
     *_of(
+        "where.py:blocks_of",
+        ('any("." in unwrapped(below)', 'any("." in below'),
+        ("if _alike(name, members)} or called", "if _alike(name, members)}"),
+        ("stacks or {name", "stacks | {name"),
+        ("in beside and not _PARALLEL", "in beside or not _PARALLEL"),
+    ),
+    *_of(
+        "where.py:_alike",
+        ("_PARALLEL.search(name.rpartition", "_PARALLEL.match(name.rpartition"),
+        ("!= {*range(len(members))}", "!= {*range(max(map(int, members)) + 1)} and False"),
+        ("< 2 for own in below", "< 1 for own in below"),
+        ("2 * len(set.intersection", "9 * len(set.intersection"),
+    ),
+    *_of("where.py:unet_problems", (") in first", ")")),
+    *_of(
         "merge/around/depth.py",
         ("total / size / len(flat)", "total / size"),
         ("glob.escape(block)", "glob.escape(block[:-1])"),

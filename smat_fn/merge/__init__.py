@@ -8,7 +8,7 @@ The functions have the names of their modules: ``smat_fn.merge.ties`` is the fun
 none of them; ``around`` holds what is done with any of them: coefficients, norms, adapters, mixtures of experts.
 """
 
-from ..where import block_of, block_prefix
+from ..where import block_of, block_prefix, blocks_of
 from .adamerging import adamerging
 from .arcee_fusion import arcee_fusion
 from .around.depth import lines, lines_coefs, lines_low, lines_rules
@@ -73,7 +73,7 @@ ta = task_arithmetic  # its name in merge.py and in tables
 __all__ = [
     "BASELESS", "CALIBRATION_COEFS", "COEFS", "DROP_PROBS", "MERGERS", "MORE_MERGERS", "RANDOM", "TIES_KEEPS", "WIDE",
     "Experts", "Factors", "Layered", "Merger", "Rules", "Selection", "above", "adamerging", "apply_blocks",
-    "apply_rules", "apply_vector", "arcee_fusion", "beyond", "block_of", "block_prefix", "breadcrumbs",
+    "apply_rules", "apply_vector", "arcee_fusion", "beyond", "block_of", "block_prefix", "blocks_of", "breadcrumbs",
     "breadcrumbs_vector", "cart", "choose", "coef_of", "coefs_of", "combine", "consensus", "consensus_vector",
     "core_space", "dare", "dare_ties", "dare_ties_vector", "dare_vector", "dc_merge", "dc_merge_vector", "della",
     "della_vector", "edge_of", "emr", "emr_vector", "fisher", "fisher_vector", "flat_statistics", "iso_c",

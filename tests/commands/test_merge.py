@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from smat_fn import merge, random
 from smat_fn.folders import run as stream
@@ -249,6 +250,32 @@ def test_factors_by_depth_are_coefficients_by_block_in_card_and_recipe(hub, call
     assert all(torch.equal(found[path], leaf) for path, leaf in wanted.items())
     assert "--lines and --coefs both" in call(*words, "--coefs", "*", 1, "--out", tmp_path / "no")[1]
     assert "slerp has no task vector" in call("slerp", *words[1:], "--out", tmp_path / "no")[1]
+
+
+def test_factors_by_depth_of_a_unet_are_an_error_that_names_the_way_out(call, tmp_path):
+    names = [f"{way}_blocks.{i}.{part}.weight" for way in ("input", "output") for i in range(3) for part in "ab"]
+    for seed, name in enumerate(("base", "expert")):
+        (tmp_path / name).mkdir()
+        save_file({n: torch.full((2, 2), float(seed)) for n in names}, tmp_path / name / "model.safetensors")
+    words = (
+        "ta",
+        "--base",
+        tmp_path / "base",
+        "--experts",
+        tmp_path / "expert",
+        "--coef",
+        0.5,
+        "--out",
+        tmp_path / "out",
+    )
+    text = call(*words, "--lines", 0.2, 1)[1]
+    assert text == (
+        "merge.py: input_blocks and output_blocks are the two halves of a UNet, whose blocks have no depth: give each "
+        "block a coefficient by its name, as --coef 'input_blocks.0.*=0.2'"
+    )
+    assert call(*words, "--coef", "input_blocks.0.*=0.2")[1] is None
+    found = load_file(tmp_path / "out" / "ta" / "model.safetensors")
+    assert [found[name].unique().tolist() for name in names[:3]] == [[pytest.approx(0.2)]] * 2 + [[0.5]]
 
 
 def test_all_after_a_kill_keeps_what_is_done(hub, call, tmp_path):

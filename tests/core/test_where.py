@@ -448,3 +448,168 @@ def test_numbers_by_depth_are_a_line_over_the_blocks():
     assert where.by_depth([], 0.5, 2.0) == {}
     with pytest.raises(ValueError, match="high is inf, must be finite; no two blocks by layer_of, so no depth"):
         where.by_depth(["layers.0.w", "head"], 0.5, float("inf"))
+
+
+def stack(name, count, *inside):
+    return [f"{name}.{i}.{leaf}" for i in range(count) for leaf in inside or ("norm.weight", "mlp.up.weight")]
+
+
+LLAMA = stack("model.layers", 3, "input_layernorm.weight", "self_attn.q_proj.weight", "mlp.up_proj.weight")
+RESBLOCK, ATTENDING = ("in_layers.0.weight", "out_layers.3.weight"), ("norm.weight", "transformer_blocks.0.attn1.to_q")
+SDXL = [
+    "diffusion.input_blocks.0.0.weight",
+    *[f"diffusion.input_blocks.{i}.0.{leaf}" for i in (1, 2) for leaf in RESBLOCK],
+    *[f"diffusion.input_blocks.2.1.{leaf}" for leaf in ATTENDING],
+    *[f"diffusion.middle_block.{i}.{leaf}" for i, own in enumerate((RESBLOCK, ATTENDING, RESBLOCK)) for leaf in own],
+    *[f"diffusion.output_blocks.{i}.0.{leaf}" for i in range(2) for leaf in RESBLOCK],
+    *["diffusion.time_embed.0.weight", "diffusion.out.0.weight", "diffusion.out.2.weight"],
+]
+TEXT_ENCODERS = [
+    *stack("conditioner.embedders.0.transformer.text_model.encoder.layers", 2),
+    *stack("conditioner.embedders.1.model.transformer.resblocks", 4, "ln_1.weight", "attn.in_proj_weight"),
+    "conditioner.embedders.1.model.token_embedding.weight",
+]
+EXPERTS = [f"moe.experts.{e}.w{i}.weight" for e in range(5) for i in (1, 2)]
+# the stacks of each, up to the number, which all of their leaves are in; all others are in no block
+ARCHITECTURES = {
+    "Llama": ([*LLAMA, "model.embed_tokens.weight", "lm_head.weight"], ["model.layers"]),
+    "Qwen2-VL": (
+        [*LLAMA, *stack("visual.blocks", 5), "visual.merger.ln_q.weight"]
+        + [f"visual.merger.mlp.{i}.{leaf}" for i in (0, 2) for leaf in ("weight", "bias")],
+        ["model.layers", "visual.blocks"],
+    ),
+    "Qwen3-VL": (
+        [
+            *LLAMA,
+            *stack("visual.blocks", 5),
+            *stack("visual.deepstack_merger_list", 2, "norm.weight", "linear_fc1.weight", "linear_fc2.weight"),
+        ],
+        ["model.layers", "visual.blocks"],
+    ),
+    "BERT with a pooler and a classifier": (
+        [*stack("bert.encoder.layer", 2), "bert.pooler.dense.weight", "classifier.0.weight", "classifier.3.weight"],
+        ["bert.encoder.layer"],
+    ),
+    "CLIP": (
+        [*stack("text_model.encoder.layers", 2), *stack("vision_model.encoder.layers", 4), "visual_projection.weight"],
+        ["text_model.encoder.layers", "vision_model.encoder.layers"],
+    ),
+    "ViT": ([*stack("blocks", 3), "patch_embed.proj.weight", "norm.weight", "head.weight"], ["blocks"]),
+    "ViT, the last two blocks": (stack("blocks", 4)[4:], ["blocks"]),
+    "GPT-2": (
+        [*stack("transformer.h", 2, "ln_1.weight", "attn.c_attn.weight"), "transformer.wte.weight"],
+        ["transformer.h"],
+    ),
+    "T5": (
+        [
+            *stack("encoder.block", 2, "layer.0.SelfAttention.q.weight", "layer.1.DenseReluDense.wi.weight"),
+            "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+            "shared.weight",
+            *stack("decoder.block", 3, *[f"layer.{i}.layer_norm.weight" for i in range(3)]),
+        ],
+        ["encoder.block", "decoder.block"],
+    ),
+    "Mixtral": (stack("model.layers", 2, "norm.weight", *EXPERTS), ["model.layers"]),
+    "DeepSeek, whose first layer has no experts": (
+        [*stack("model.layers", 1, "mlp.up.weight"), *stack("model.layers", 3, *EXPERTS)[10:]],
+        ["model.layers"],
+    ),
+    "experts outside of layers": ([*stack("layers", 2), *EXPERTS], ["layers"]),
+    "experts without layers": (EXPERTS, []),
+    "Mamba": (
+        [*stack("backbone.layers", 2, "mixer.A_log", "norm.weight"), "backbone.norm_f.weight"],
+        ["backbone.layers"],
+    ),
+    "Swin, by stage": (
+        [f"swin.layers.{i}.blocks.{j}.mlp.{n}.weight" for i in range(3) for j in range(2) for n in "ab"]
+        + ["swin.layers.0.downsample.reduction.weight"],
+        ["swin.layers"],
+    ),
+    "ConvNeXt, by stage": (
+        [f"encoder.stages.{i}.layers.{j}.dwconv.weight" for i in range(2) for j in range(3)]
+        + [f"encoder.stages.1.downsampling_layer.{i}.weight" for i in range(2)],
+        ["encoder.stages"],
+    ),
+    "torchvision's ResNet, within each stage": (
+        [
+            *stack("layer1", 2, "conv1.weight", "bn1.weight"),
+            *stack("layer2", 3, "conv1.weight", "bn1.weight"),
+            "layer2.0.downsample.0.weight",
+            "conv1.weight",
+            "fc.weight",
+        ],
+        ["layer1", "layer2"],
+    ),
+    "SegFormer": (
+        [
+            *stack("encoder.block", 2, "0.attention.weight", "0.mlp.weight"),
+            *stack("encoder.layer_norm", 2, "weight"),
+            *stack("encoder.patch_embeddings", 2, "proj.weight"),
+            *stack("decoder.linear_c", 2, "proj.weight"),
+        ],
+        ["encoder.block", "encoder.layer_norm", "encoder.patch_embeddings"],
+    ),
+    "XLM, blocks in several lists": (
+        [
+            *stack("attentions", 2, "q_lin.weight", "k_lin.weight"),
+            *stack("layer_norm1", 2, "weight"),
+            "x.weight",
+            *stack("pred_layer.proj", 3, "weight"),
+        ],
+        ["attentions", "layer_norm1"],
+    ),
+    "text encoders of SDXL": (
+        TEXT_ENCODERS,
+        [
+            "conditioner.embedders.0.transformer.text_model.encoder.layers",
+            "conditioner.embedders.1.model.transformer.resblocks",
+        ],
+    ),
+    "DETR's head of single layers": (
+        [*stack("model.encoder.layers", 2), *stack("bbox_predictor.layers", 3, "weight", "bias")],
+        ["model.encoder.layers"],
+    ),
+    "a head of compiled layers": ([*stack("h", 2), *stack("head.layers", 3, "_orig_mod.weight")], ["h"]),
+    "nearly like members": ([*stack("trunk", 3), "trunk.0.relative_bias.weight"], ["trunk"]),
+    "single layers alone": ([*stack("layers", 3, "weight", "bias"), "head.0.weight", "head.1.weight"], ["layers"]),
+    "compiled single layers alone": (stack("layers", 3, "_orig_mod.weight"), ["layers"]),
+    "compiled blocks": (stack("trunk", 2, "_orig_mod.a.weight", "_orig_mod.b.weight"), ["trunk"]),
+    "a trunk of another name": ([*stack("trunk", 3), *stack("mlp", 2, "weight", "bias"), "mlp2.0.weight"], ["trunk"]),
+    "a projector": (stack("mlp", 2, "weight", "bias"), []),
+    "compiled layers of a projector": (stack("mlp", 2, "_orig_mod.weight"), []),
+    "wrapped layers of a projector": (stack("mlp", 2, "conv.weight"), []),
+    "numbers with a gap": (stack("trunk", 4)[4:] + stack("trunk", 1), []),
+    "numbers from one": (stack("trunk", 3)[2:], []),
+    "unlike members": ([f"trunk.{i}.{leaf}.w" for i, own in enumerate(("abc", "ade")) for leaf in own], []),
+    "heads": (stack("task_heads", 2), []),
+    "heads beside as many blocks": ([*stack("blocks", 2), *stack("heads", 2)], ["blocks"]),
+}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_blocks_of_an_architecture(name):
+    paths, stacks = ARCHITECTURES[name]
+
+    def wanted(path):
+        inside = next((own for own in stacks if path.startswith(own + ".")), None)
+        return "" if inside is None else ".".join(path.split(".")[: inside.count(".") + 2])
+
+    found = where.blocks_of(iter(paths))
+    assert list(found.items()) == [(path, wanted(path)) for path in paths]
+    last = max((int(block.rpartition(".")[2]) for block in found.values() if block), default=0)
+    if not last:
+        with pytest.raises(ValueError, match="no two blocks by layer_of"):
+            where.by_depth(paths, 0.25, 1.0)
+        return
+    number = {path: int(block.rpartition(".")[2]) if block else 0 for path, block in found.items()}
+    assert where.by_depth(paths, 0.25, 1.0) == {path: 0.25 + 0.75 * number[path] / last for path in paths}
+
+
+@pytest.mark.parametrize("paths", [SDXL, [*SDXL, *TEXT_ENCODERS], stack("down_blocks", 3) + stack("up_blocks", 3)])
+def test_a_unet_has_no_depth(paths):
+    with pytest.raises(ValueError, match=r"(input|down)_blocks and \S*(output|up)_blocks are the two halves of a UNet"):
+        where.by_depth(paths, 0.25, 1.0)
+    assert len(set(where.by_depth(paths, 0.0, 1.0, layer_of=where.block_of).values())) > 1
+    where.by_depth([path for path in paths if "output" not in path and "up_" not in path], 0.0, 1.0)
+    # an encoder and a decoder, each with a depth of its own
+    where.by_depth([f"{path.partition('_')[0]}.{path}" for path in paths if "_blocks" in path], 0.0, 1.0)

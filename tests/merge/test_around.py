@@ -48,12 +48,12 @@ def test_rules_are_one_a_block_and_give_every_leaf_its_coefficient():
         "layers.2.*": 1.0,
         "*": 0.2,
     }
-    stacks = ["enc.layers.0.w", "enc.layers.2.1.w", "dec[x].h.1.w", "dec.3"]
+    stacks = ["enc.layers.0.w", "enc.layers.2.1.w", "dec[x].h.1.0.w", "dec.3"]
     rules = merge.lines_rules(stacks, low=0.0, high=2.0)
     assert merge.coefs_of(stacks, rules) == merge.lines_coefs(stacks, low=0.0, high=2.0)
     inside = stacks[:-1]
     assert "*" not in merge.lines_rules(inside, low=0.0, high=2.0)
-    assert merge.coefs_of(inside, merge.lines_rules(inside, low=0.0, high=2.0))["dec[x].h.1.w"] == 1.0
+    assert merge.coefs_of(inside, merge.lines_rules(inside, low=0.0, high=2.0))["dec[x].h.1.0.w"] == 1.0
 
 
 def test_lines_of_one_block_or_of_no_number_is_refused():

@@ -9,35 +9,37 @@ from torch import Tensor
 
 from ... import errors, tree
 from ...types import Params
-from ...where import block_of, block_prefix, by_depth
+from ...where import blocks_of, by_depth, unet_problems
 from ..parts.inputs import Experts, Leaves, check, coef_problems
 from ..task_arithmetic import task_arithmetic_vector
 
 Depth: TypeAlias = Callable[[str], int | None]
 
 
-def lines_coefs(paths: Iterable[str], *, low: float, high: float, layer_of: Depth = block_of) -> dict[str, float]:
+def lines_coefs(paths: Iterable[str], *, low: float, high: float, layer_of: Depth | None = None) -> dict[str, float]:
     """γ_l = low + (high − low) · l / (L − 1) of block l = 0 … L − 1, and low of leaves in no block.
 
     What `apply_rules`, `merge_by` and `merge_folders` take as ``coef``: LiNeS around any merger with a base, in memory
     or on folders. Of several stacks, as an encoder and a decoder, L is that of the longest.
 
     Args:
-        paths: of leaves.
+        paths: of leaves; of all leaves, unless ``layer_of`` is given.
         low, high: γ of the first and of the last block, finite. In the paper's symbols: α and α + β.
-        layer_of: the block of a leaf, None outside of blocks.
+        layer_of: the block of a leaf, None outside of blocks; default: its number in `smat_fn.where.blocks_of`.
 
     Returns:
         γ by path, in the order of ``paths``.
 
     Raises:
-        ValueError: lists coefficients that are not finite; or there are fewer than two blocks.
+        ValueError: lists coefficients that are not finite; or there are fewer than two blocks, or those of a UNet.
 
     Source: Wang et al., "LiNeS: post-training layer scaling prevents forgetting and enhances model merging", 2025;
         src/eval/eval.py of wang-kee/LiNeS at 43a7bdd.
     """
     paths = list(paths)
-    problems = errors.problems_of(by_depth, paths, 0.0, 0.0, layer_of=layer_of)
+    by_hand = "give each block a coefficient by its name, as `coef={'{}.*': 0.2}`"
+    problems = [] if layer_of else unet_problems(blocks_of(paths).values(), by_hand)
+    problems = problems or errors.problems_of(by_depth, paths, 0.0, 0.0, layer_of=layer_of)
     errors.raise_problems([*coef_problems(low), *coef_problems(high), *problems])
     return by_depth(paths, low, high, layer_of=layer_of)
 
@@ -48,16 +50,16 @@ def lines_rules(paths: Iterable[str], *, low: float, high: float) -> dict[str, f
     Args:
         paths, low, high: see `lines_coefs`, which raises too.
     """
-    rules, rest = dict[str, float](), dict[str, float]()
+    rules, rest, blocks = dict[str, float](), dict[str, float](), blocks_of(paths := list(paths))
     for path, coef in lines_coefs(paths, low=low, high=high).items():
-        if block := block_prefix(path):
+        if block := blocks[path]:
             rules[glob.escape(block) + ".*"] = coef
         else:
             rest["*"] = low
     return rules | rest
 
 
-def lines(vector: Mapping[str, Tensor], *, low: float, high: float, layer_of: Depth = block_of) -> Leaves:
+def lines(vector: Mapping[str, Tensor], *, low: float, high: float, layer_of: Depth | None = None) -> Leaves:
     """γ_l τ_l of every leaf: a merged task vector scaled by depth, for `apply_vector` with coef 1.
 
     Args:

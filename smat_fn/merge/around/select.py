@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...errors import count_problem, raise_problems
 from ...types import Params
-from ...where import block_prefix
+from ...where import blocks_of
 from ..parts.inputs import type_problems
 from ..parts.merger import COEFS
 from ..parts.vectors import apply_vector
@@ -130,20 +130,21 @@ def apply_blocks(base: Params, vector: Mapping[str, Tensor], coefs: Mapping[str,
 
     Args:
         vector: τ, one flat entry for every floating-point leaf of base.
-        coefs: γ by block (`block_prefix`).
+        coefs: γ by block (`smat_fn.where.blocks_of`).
 
     Raises:
         ValueError: as `apply_vector`; or a block has no coefficient.
     """
-    blocks = {block_prefix(path) for path in vector}
-    missing, strange = sorted(blocks - coefs.keys()), sorted(coefs.keys() - blocks)
+    blocks = blocks_of(vector)
+    known = set(blocks.values())
+    missing, strange = sorted(known - coefs.keys()), sorted(coefs.keys() - known)
     problems = [f"blocks {missing} have no coefficient: give one for each"] if missing else []
     problems += [f"coefs name blocks {strange}, which the vector does not have: leave them out"] if strange else []
     for name, c in coefs.items():
         wrong = type_problems(**{f"coef of block {name!r}": c})
         problems += wrong or ([] if math.isfinite(c) else [f"coef of block {name!r} is {c}, must be finite"])
     raise_problems(problems)
-    scaled = {path: leaf * coefs[block_prefix(path)] for path, leaf in vector.items()}
+    scaled = {path: leaf * coefs[blocks[path]] for path, leaf in vector.items()}
     return apply_vector(base, scaled, coef=1.0)
 
 
@@ -160,7 +161,7 @@ def select_coefs(
     A coefficient is replaced by a better one alone, so that the score is never below that of ``start`` for all blocks.
 
     Args:
-        vector: τ, flat, whose paths name the blocks (`block_prefix`), in their order.
+        vector: τ, flat, whose paths name the blocks (`smat_fn.where.blocks_of`), in their order.
         score: of coefficients by block, the larger the better: the mean dev score of `apply_blocks`.
         coefs: candidates, finite.
         start: γ of all blocks at first, the best single one.
@@ -172,7 +173,7 @@ def select_coefs(
     coefs = _ordered(coefs)
     if not coefs or count_problem("sweeps", sweeps):
         raise ValueError(f"coefs are {coefs} and sweeps is {sweeps}: give at least one of each")
-    now = dict.fromkeys(map(block_prefix, vector), start)
+    now = dict.fromkeys(blocks_of(vector).values(), start)
     best, curve = choose([now], score).score, list[tuple[str, float, float]]()
     for _ in range(sweeps):
         before = dict(now)

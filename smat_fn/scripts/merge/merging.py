@@ -164,7 +164,7 @@ def by_depth(coefs: Mapping[str, float], inputs: Inputs) -> Mapping[str, float]:
         return coefs
     floating = [path for path, leaf in inputs.base.items() if leaf.is_floating_point()]
     factors = merge.lines_coefs(floating, low=inputs.lines[0], high=inputs.lines[1])
-    of_block = {merge.block_prefix(path): factor for path, factor in factors.items()}
+    of_block = {block: factors[path] for path, block in merge.blocks_of(floating).items()}
     return {block: coef * of_block[block] for block, coef in coefs.items()}
 
 

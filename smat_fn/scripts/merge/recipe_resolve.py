@@ -4,6 +4,7 @@ import glob
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import isnan, nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from ...folders.inputs.hub import header_problems, local_folder, unavailable
 from ...folders.inputs.opening import key_of, open_input
 from ...folders.inputs.side_files import TOKENIZER, files_of
 from ...folders.inputs.stacks import Part, adapted_by, is_first, layer_of, layers_of, stack_of
+from ...where import blocks_of, unet_problems
 from .recipe_methods import METHODS, Method, Resolved, nuslerp_alone, values_of
 from .recipe_templates import NOTES, TEMPLATES
 from .recipe_write import folder_name
@@ -54,7 +56,7 @@ class Spot(NamedTuple):
     """Origin of a leaf of the output."""
 
     part: int  # its slice
-    t: float  # from 0 at the first layer of the slice to 1 at the last one
+    t: float  # from 0 at the first layer of the slice to 1 at the last one; NaN in a UNet, whose layers have no depth
     name: Callable[[int], str]  # there, in a model whose first layer of this slice is given
 
 
@@ -264,18 +266,19 @@ def _stack(sources: Sequence[Source], uneven: bool = False) -> Path:
 
 
 def _whole_spots(paths: Iterable[str]) -> dict[str, Spot]:
-    own = {path: layer_of(path) for path in paths}
+    blocks = blocks_of(paths)
     last = dict[str, int]()  # by list of layers, as encoder and decoder have
-    for head, layer, _ in filter(None, own.values()):
-        last[head] = max(layer, last.get(head, 0))
+    for block in filter(None, blocks.values()):
+        head, _, layer = block.rpartition(".")
+        last[head] = max(int(layer), last.get(head, 0))
+    lost = bool(unet_problems(blocks.values(), ""))
 
     def spot(path: str) -> Spot:
-        found = own[path]
-        return Spot(
-            0, found[1] / last[found[0]] if found and last[found[0]] else float(bool(found)), lambda start: path
-        )
+        head, _, layer = blocks[path].rpartition(".")
+        t = int(layer) / last[head] if layer and last[head] else float(bool(layer))
+        return Spot(0, nan if lost else t, lambda start: path)
 
-    return {path: spot(path) for path in own}
+    return {path: spot(path) for path in blocks}
 
 
 def _spots(paths: Iterable[str], slices: Sequence[Slice]) -> dict[str, Spot]:
@@ -322,7 +325,7 @@ def _resolved(called: str, names: list[str], resolver: "_Resolver") -> Resolved:
                 f"parameters.rescale is false, with a density below 1 for {' and '.join(few)}: what {called} drops at "
                 "random is always rescaled here, leave it out"
             )
-    errors.raise_problems(problems)
+    errors.raise_problems(list(dict.fromkeys(problems)))
     return Resolved(names, per_model, shared, resolver.spots)
 
 
@@ -380,7 +383,13 @@ class _Resolver:
 
 
 def _between(values: Sequence[float], t: float) -> float:
-    """The value of a recipe's gradient at t in [0, 1], interpolated linearly."""
+    """The value of a recipe's gradient at t in [0, 1], interpolated linearly. Raises: ValueError for t of a UNet."""
+    if isnan(t) and len(values) > 1:
+        raise ValueError(
+            f"the layers of a UNet have no depth for the gradient {values}: give filters with one value each"
+        )
+    if len(values) == 1:
+        return values[0]
     place = t * (len(values) - 1)
     first = int(place)
     share = place - first

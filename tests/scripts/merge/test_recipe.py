@@ -528,6 +528,29 @@ def test_gradients_run_over_each_list_of_layers():
     paths = [f"{part}.layers.{i}.w" for part, count in counts.items() for i in range(count)]
     found = {path: spot.t for path, spot in recipe_resolve._whole_spots([*paths, "head"]).items()}
     assert [*found.values()] == [0, 0.25, 0.5, 0.75, 1, 0, 0.5, 1, 1, 0]
+    paths = [f"model.layers.{i}.mlp.w" for i in range(3)] + ["visual.merger.mlp.0.weight", "visual.merger.mlp.2.weight"]
+    found = {path: spot.t for path, spot in recipe_resolve._whole_spots(paths).items()}
+    assert [*found.values()] == [0, 0.5, 1, 0, 0]
+
+
+def test_a_gradient_over_a_unet_is_an_error(tmp_path):
+    leaves = {f"{way}_blocks.{i}.conv.weight": torch.ones(2, 2) for way in ("down", "up") for i in range(2)}
+    for name in ("base", "a", "b"):
+        (tmp_path / name).mkdir()
+        save_file(leaves, tmp_path / name / "model.safetensors")
+
+    def made(weight, out):
+        own = [{"model": str(tmp_path / name), "parameters": {"weight": weight}} for name in "ab"]
+        recipe = {"merge_method": "task_arithmetic", "base_model": str(tmp_path / "base"), "models": own}
+        file = tmp_path / f"{out}.yml"
+        file.write_text(yaml.safe_dump(recipe))
+        return load(file)
+
+    with pytest.raises(ValueError, match=r"^[^;]*UNet have no depth for the gradient \[0.0, 1.0\]: give filters[^;]*$"):
+        made([0, 1], "graded")
+    plain, *filtered = made([0.5], "one"), made([{"filter": "up_", "value": 1}, {"value": 0.5}], "filtered")
+    assert plain.config.weights == {"a": 0.5, "b": 0.5}
+    assert filtered[0].config.weights["a"] != 0.5
 
 
 def test_an_adapter_may_be_of_the_first_model(models, tmp_path):
