@@ -28,8 +28,10 @@ def test_the_search_finds_what_its_score_prefers(example):
     assert best == float(example["merged"](base, experts, weights, densities)["w"].sum()) > 0
 
 
+@pytest.mark.slow
 def test_it_reads_a_run_and_writes_what_it_found(run, tmp_path):
-    run("train.py", "ft", "--steps", 2, "--tasks", "mirror", "negative", "--out", tmp_path / "ft")
+    brief = "--steps", 2, "--tasks", "mirror", "negative", "--suite-options", "pretrain_steps", 2
+    run("train.py", "ft", *brief, "--out", tmp_path / "ft")
     said = run("examples/search_weights.py", tmp_path / "ft", 2).splitlines()
     assert [line.partition(":")[0] for line in said] == [
         "TIES, equal weights", "TIES, best of 2", "  mirror", "  negative", "greedy soup",
