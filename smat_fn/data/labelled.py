@@ -12,6 +12,7 @@ from .splits import normalised, split_rows
 SPLITS: Mapping[str, tuple[str, ...]] = {"train": ("train",), "dev": SPELLINGS["dev"], "test": SPELLINGS["test"]}
 _TEXTS, _LABELS = ("text", "sentence"), ("label", "coarse_label", "intent")  # columns, the first that is there
 _SEED = 0  # of splits that the source does not have: the same for everyone
+_SHARE = 5  # such a split takes at most a fifth of the rows
 _Raw = dict[str, list[dict[str, Any]]]
 
 
@@ -27,6 +28,7 @@ class Task(NamedTuple):
 
     splits: dict[str, Labelled]
     classes: tuple[str, ...]  # names of labels 0, 1, ...
+    made: tuple[str, ...] = ()  # splits that the source lacks, made from its rows of train
 
 
 def load_task(source: str, *, columns: Mapping[str, str] | None = None) -> Task:
@@ -34,8 +36,8 @@ def load_task(source: str, *, columns: Mapping[str, str] | None = None) -> Task:
 
     A row has a text (column text, else sentence) and a label (label, else coarse_label, else intent): a number, or the
     name of a class. Classes are named by ``labels.json`` or the hub's ClassLabel; else by the rows, whose labels are
-    then all numbers or all names. A split that the source lacks is made from train by the rule of `splits`, seed 0:
-    first test, then dev.
+    then all numbers or all names. A split that the source lacks is made from train by the rule of `splits`, seed 0, but
+    takes at most a fifth of the rows: first test, then dev.
 
     Args: source: a folder with train, dev (or validation) and test as .json (a list of objects), .jsonl, .csv, .parquet
         or a folder that ``datasets`` saved; or a dataset of the hub, ``name``, ``name@revision`` or ``name:config``;
@@ -70,13 +72,13 @@ def load_task(source: str, *, columns: Mapping[str, str] | None = None) -> Task:
         ] if bad else []  # fmt: skip
         splits[split] = Labelled(tuple(texts), tuple(labels))  # type: ignore[arg-type]
     complain(source, problems)
-    splits = _complete(splits, source)
+    splits, made = _complete(splits, source)
     there = set(splits["train"].labels)
     absent = [name for place, name in enumerate(names) if place not in there]
     way = "number classes from 0 without gaps, or write labels as texts; a class that only dev or test has needs rows"
     problems = [f"no row of train is of class {', '.join(absent[:10])}, and a head needs one: {way}"] if absent else []
     complain(source, problems or ([] if len(names) > 1 else [f"all rows are of class {names[0]!r}: give two or more"]))
-    return Task({split: splits[split] for split in SPLITS}, tuple(names))
+    return Task({split: splits[split] for split in SPLITS}, tuple(names), made)
 
 
 def take(rows: Labelled, places: Sequence[int]) -> Labelled:
@@ -84,18 +86,22 @@ def take(rows: Labelled, places: Sequence[int]) -> Labelled:
     return Labelled(tuple(rows.texts[i] for i in places), tuple(rows.labels[i] for i in places))
 
 
-def _complete(splits: dict[str, Labelled], source: str) -> dict[str, Labelled]:
-    for split in ("test", "dev"):
-        if split not in splits:
-            pool = splits["train"]
-            pairs = {name: TextRows(rows.texts, tuple(map(str, rows.labels))) for name, rows in splits.items()}
-            held_out = [rows for name, rows in pairs.items() if name != "train"]
-            try:
-                found = split_rows(pairs["train"], held_out, seed=_SEED, labels=pool.labels)
-            except ValueError as error:
-                raise ValueError(f"{source} has no {split} split, and none can be made from train: {error}") from error
-            splits = {**splits, "train": take(pool, found.train), split: take(pool, found.dev)}
-    return splits
+def _complete(splits: dict[str, Labelled], source: str) -> tuple[dict[str, Labelled], tuple[str, ...]]:
+    """All splits, and the names of those that were made from train."""
+    made, count = tuple(split for split in ("test", "dev") if split not in splits), len(splits["train"].texts)
+    for split in made:
+        pool = splits["train"]
+        pairs = {name: TextRows(rows.texts, tuple(map(str, rows.labels))) for name, rows in splits.items()}
+        held_out = [rows for name, rows in pairs.items() if name != "train"]
+        try:
+            found = split_rows(pairs["train"], held_out, seed=_SEED, labels=pool.labels, share=_SHARE)
+        except ValueError as error:
+            raise ValueError(
+                f"{source} has no {' and no '.join(made)} split, and its {count} rows of train are too few to make "
+                f"{'it' if len(made) == 1 else 'both'}: {error}"
+            ) from error
+        splits = {**splits, "train": take(pool, found.train), split: take(pool, found.dev)}
+    return splits, made
 
 
 def _named(labels_of: Mapping[str, Sequence[Any]]) -> tuple[list[str], list[str]]:

@@ -45,6 +45,7 @@ def split_rows(
     seed: int,
     size: int | None = None,
     labels: Sequence[Hashable] | None = None,
+    share: int = 1,
 ) -> Splits:
     """Split a pool by the rule of this module.
 
@@ -53,7 +54,7 @@ def split_rows(
 
     Args: held_out: rows of eval and test; size: of dev, None: ``min(200, max(50, n // 10))`` for n clean groups of
         texts, 200 for images; labels: one a row, a group has that of its first row; None: those of image rows, none
-        for texts.
+        for texts; share: dev takes at most one group in so many, but at least one.
     Raises: ValueError for rows of two kinds, for bad labels, and for a dev that would leave nothing to train on.
     """
     kinds = {type(part) for part in (rows, *held_out)}
@@ -78,6 +79,7 @@ def split_rows(
     clean = [group for group, why in reasons.items() if not why]
     if size is None:
         size = 200 if isinstance(rows, ImageRows) else min(200, max(50, len(clean) // 10))
+        size = min(size, max(1, len(clean) // share)) if share > 1 else size
     if not 0 < size < len(clean):
         raise ValueError(
             f"a held-out split would take {size} of {len(clean)} different rows ({len(members) - len(clean)} more are "

@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import errors, random
 from ..checkpoint import fingerprint
 from ..data.cache import HELD, cached, versions
-from ..data.labelled import Labelled, load_task, place_of, take
+from ..data.labelled import Labelled, Task, load_task, place_of, take
 from ..errors import count_problem
 from ..evaluate.metrics import accuracy
 from ..evaluate.records import content_key
@@ -141,6 +141,7 @@ class ShortText(EncoderSuite):
         splits = {task: self._data[task].splits for task in chosen}
         notes = [shared_rows(task, {s: rows.texts for s, rows in found.items()}) for task, found in splits.items()]
         notes += [two_labels(task, *found["train"]) for task, found in splits.items()]
+        notes += [_made_splits(task, self._data[task]) for task in chosen]
         for task, parts in splits.items():
             labels = {split: rows.labels[: own.rows] for split, rows in parts.items()}
             notes.append(one_class(task, labels, self._data[task].classes))
@@ -289,6 +290,12 @@ class ShortText(EncoderSuite):
             "labels": labels.tolist(),
         }
         return cached("text-head", config, lambda: fit_head(encoder.features(ids), labels, c=own.head_c))
+
+
+def _made_splits(task: str, data: Task) -> list[str]:
+    """A note on splits that were made from the training rows, with the number of rows of each split."""
+    counts = ", ".join(f"{len(rows.texts)} {split}" for split, rows in data.splits.items())
+    return [f"{task} has no {' and no '.join(data.made)} split, made from train: {counts} rows"] if data.made else []
 
 
 def resolve_data(given: Any) -> Data:

@@ -311,14 +311,32 @@ def test_splits_that_are_not_there_are_made_from_train(tmp_path):
     task = labelled.load_task(str(tmp_path / "a"))
     sets = {split: set(rows.texts) for split, rows in task.splits.items()}
     assert (list(sets), task.classes) == (["train", "dev", "test"], ("a", "b"))
-    assert (len(sets["test"]), len(sets["dev"]), len(sets["train"])) == (50, 50, 100)
+    assert (len(sets["test"]), len(sets["dev"]), len(sets["train"])) == (40, 32, 128)
+    assert task.made == ("test", "dev")
     assert sets["train"] | sets["dev"] | sets["test"] == {row["text"] for row in own}
-    assert all(rows.labels.count(0) in (25, 50, 51) for rows in task.splits.values())
+    assert all(rows.labels.count(0) in (20, 16, 64, 65) for rows in task.splits.values())
     write(tmp_path / "a", {"test.json": own[:20]})
     other = labelled.load_task(str(tmp_path / "a"))
     assert other.splits["test"].texts == tuple(row["text"] for row in own[:20])
     assert not set(other.splits["test"].texts) & {*other.splits["train"].texts, *other.splits["dev"].texts}
     assert labelled.load_task(str(tmp_path / "a")) == other
+    assert other.made == ("dev",)
+
+
+@pytest.mark.parametrize(
+    ("count", "sizes"), [(6, (4, 1, 1)), (103, (67, 16, 20)), (299, (200, 49, 50)), (300, (200, 50, 50))]
+)
+def test_splits_that_are_made_of_few_rows_leave_most_of_them_to_train(tmp_path, count, sizes):
+    write(tmp_path / "a", {"train.json": [{"text": f"text {i}", "label": "ab"[i % 2]} for i in range(count)]})
+    task = labelled.load_task(str(tmp_path / "a"))
+    assert tuple(len(own.texts) for own in task.splits.values()) == sizes  # from 300 rows, those of the paper's rule
+
+
+def test_a_note_counts_the_rows_of_splits_that_are_made(load, tmp_path):
+    write(tmp_path / "tone", {"train.json": rows("tone", "train")})
+    write(tmp_path / "topic", {f"{split}.json": rows("topic", split) for split in ("train", "dev", "test")})
+    made = [note for note in load(data=str(tmp_path)).notes if "made from train" in note]
+    assert made == ["tone has no test and no dev split, made from train: 20 train, 4 dev, 6 test rows"]
 
 
 def test_other_files_and_spellings_give_the_same_rows(tmp_path, folders):
@@ -425,12 +443,14 @@ def test_problems_of_data_and_model_are_told_together_before_any_work(load, tmp_
         "eval_batch is 0",
     ):
         assert part in str(error.value)
-    with pytest.raises(ValueError, match="none can be made from train"):
+    with pytest.raises(
+        ValueError, match="few has no test and no dev split, and its 2 rows of train are too few to make b"
+    ):
         labelled.load_task(str(_few(tmp_path)))
 
 
 def _few(folder):
-    write(folder / "few", {"train.json": rows("tone", "train")[:3]})
+    write(folder / "few", {"train.json": rows("tone", "train")[:2]})
     return folder / "few"
 
 
