@@ -49,12 +49,12 @@ def split_rows(
 ) -> Splits:
     """Split a pool by the rule of this module.
 
-    With labels, dev has its share of each label's clean groups by largest remainder: ``floor(size n_l / n)``, and one
-    more where the remainders are largest; a label may lose its last group to dev.
+    With labels, dev has its share of each label's n_l clean groups: ``floor(size n_l / n)``, and one more where the
+    remainders are largest; a label may lose its last group to dev.
 
     Args: held_out: rows of eval and test; size: of dev, None: ``min(200, max(50, n // 10))`` for n clean groups of
-        texts, 200 for images; labels: one a row, a group has that of its first row; None: those of image rows, none
-        for texts; share: dev takes at most one group in so many, but at least one.
+        texts, 200 for images, but at most one group in ``share``; labels: one a row, a group has that of its first
+        row; None: those of image rows, none for texts.
     Raises: ValueError for rows of two kinds, for bad labels, and for a dev that would leave nothing to train on.
     """
     kinds = {type(part) for part in (rows, *held_out)}
@@ -77,9 +77,7 @@ def split_rows(
         for group, own in members.items()
     }
     clean = [group for group, why in reasons.items() if not why]
-    if size is None:
-        size = 200 if isinstance(rows, ImageRows) else min(200, max(50, len(clean) // 10))
-        size = min(size, max(1, len(clean) // share)) if share > 1 else size
+    size = _size(rows, len(clean), share) if size is None else size
     if not 0 < size < len(clean):
         raise ValueError(
             f"a held-out split would take {size} of {len(clean)} different rows ({len(members) - len(clean)} more are "
@@ -100,6 +98,11 @@ def split_rows(
         groups,
         {group: why for group, why in reasons.items() if why},
     )
+
+
+def _size(rows: Rows, count: int, share: int) -> int:
+    size = 200 if isinstance(rows, ImageRows) else min(200, max(50, count // 10))
+    return min(size, max(1, count // share)) if share > 1 else size
 
 
 def _describe(rows: Rows) -> tuple[tuple[str, ...], list[Hashable]]:

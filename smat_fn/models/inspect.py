@@ -8,6 +8,8 @@ from typing import NamedTuple
 from torch import nn
 
 from .. import tree
+from ..lora import Lora
+from ..lora.adapters import A, B, layer_of
 from ..types import Where
 
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -46,6 +48,23 @@ def describe_leaves(module: nn.Module, where: Where | None) -> list[Leaf]:
         )
         for name, p in module.named_parameters()
     ]
+
+
+def with_adapters(leaves: Iterable[Leaf], adapters: Lora, *, merged: bool, dtype: str | None = None) -> list[Leaf]:
+    """The leaves with A and B behind each adapted weight: these are trained, and what is trained whole beside them.
+
+    Args: merged: Mask acts on the merged weights, not on A and B; dtype: of A and B, None: that of their weight.
+    """
+    found = []
+    for leaf in leaves:
+        adapted, saved = leaf.name in adapters.paths, leaf.name in adapters.saved
+        found.append(leaf._replace(trained=saved, masked=leaf.masked and (saved or (adapted and merged))))
+        if adapted:
+            out, into = reversed(leaf.shape) if leaf.name in adapters.transposed else leaf.shape
+            for half, shape in ((A, (adapters.rank, into)), (B, (out, adapters.rank))):
+                name = layer_of(leaf.name) + half
+                found.append(Leaf(name, shape, shape[0] * shape[1], dtype or leaf.dtype, True, not merged, ()))
+    return found
 
 
 def table(leaves: Iterable[Leaf]) -> str:

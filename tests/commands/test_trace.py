@@ -1,6 +1,7 @@
 """The language experiment as a user runs it, on a tiny model and rows that the tests write themselves."""
 
 import json
+import re
 import runpy
 from pathlib import Path
 
@@ -39,7 +40,9 @@ def test_training_accumulates_keeps_masters_probes_and_goes_on(inputs, exits, tm
     more = ("--accumulate", "3", "--precision", "mixed", "--probe", "2", "--tasks", "MeetingBank")
     cpu = ("--suite-options", "device", "cpu")
     assert exits("train.py", "smat", *words, *more, "--out", tmp_path, "--offload", "cpu", *cpu) is None
-    assert "4 steps, precision mixed, 3 micro-batches a step, seed 0" in capsys.readouterr().out
+    kept = "precision mixed, float32 master weights while training, experts stored in bfloat16"
+    kept += ", float32 weights rounded to bfloat16 (--precision fp32 keeps them)"
+    assert f"4 steps, {kept}, 3 micro-batches a step, seed 0" in capsys.readouterr().out
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     manifest = checkpoint.load_manifest(tmp_path / "MeetingBank")
@@ -232,6 +235,16 @@ def test_a_dry_run_of_digits_has_no_rows_to_cut(exits, tmp_path, capsys):
     told = capsys.readouterr().out
     assert "mirror: 6 steps\n" in told
     assert "24 steps in all" in told
+    assert "weights: " not in told
+    lora = ("--lora-rank", "2", "--lora-targets", "q_proj", "--precision", "mixed")
+    assert exits("train.py", "ft", "--out", tmp_path / "out", "--dry-run", *lora, *short) is None
+    told = capsys.readouterr().out
+    assert "weights: adapters trained and stored in float32\n" in told
+    assert re.search(r"q_proj.lora_A.weight \(2\) +2 x \d+ +float32 +yes +yes ", told)
+    trained = re.search(r"trained: ([\d,]+) parameters in 4 tensors, ([\d.]+)%", told)
+    whole = re.search(r"all: ([\d,]+) parameters", told)
+    share = int(trained[1].replace(",", "")) / int(whole[1].replace(",", ""))
+    assert trained[2] == f"{share:.1%}"[:-1]
 
 
 def test_what_does_not_fit_is_told_in_one_line_before_training(inputs, exits, tmp_path):

@@ -1,9 +1,11 @@
 """The table of a dry run."""
 
+import pytest
 import torch
 from torch import nn
 
 from smat_fn import where
+from smat_fn.lora import Lora
 from smat_fn.models import inspect
 
 
@@ -62,6 +64,28 @@ def test_a_block_that_differs_has_its_own_line():
     assert [line.split() for line in lines if "fc.weight" in line] == [
         ["layers.0.fc.weight", "2", "x", "2", "float32", "yes", "yes", "4"],
         ["layers.1.fc.weight", "2", "x", "2", "float32", "-", "-", "4"],
+    ]
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_adapters_are_trained_and_the_weights_that_they_adapt_are_not(merged):
+    module = Model()
+    paths = ("layers.0.fc.weight", "layers.1.fc.weight")
+    lora = Lora(paths, 1, transposed=frozenset(paths), saved=("layers.0.norm.bias",))
+    leaves = inspect.describe_leaves(module, where.block_linear(module))
+    text = inspect.table(inspect.with_adapters(leaves, lora, merged=merged, dtype=None if merged else "float64"))
+    kind, weight, half = ("float32", "yes", "-") if merged else ("float64", "-", "yes")
+    assert [line.split() for line in text.splitlines()[3:]] == [
+        ["layers.*.fc.weight", "(2)", "2", "x", "2", "float32", "-", weight, "8"],
+        ["layers.*.fc.lora_A.weight", "(2)", "1", "x", "2", kind, "yes", half, "4"],
+        ["layers.*.fc.lora_B.weight", "(2)", "2", "x", "1", kind, "yes", half, "4"],
+        ["layers.*.fc.bias", "(2)", "2", "float32", "-", "-", "4"],
+        ["layers.*.norm.weight", "(2)", "2", "float32", "-", "-", "4"],
+        ["layers.0.norm.bias", "2", "float32", "yes", "-", "2"],
+        ["layers.1.norm.bias", "2", "float32", "-", "-", "2"],
+        ["all:", "39", "parameters", "in", "14", "tensors"],
+        ["trained:", "10", "parameters", "in", "5", "tensors,", "25.6%"],
+        ["masked:", "8", "parameters", "in", "2" if merged else "4", "tensors,", "20.5%"],
     ]
 
 

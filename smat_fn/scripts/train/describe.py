@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ... import tree
 from ...config import MethodConfig, Training, settings
 from ...grad import ModuleLoss
 from ...models import inspect
@@ -24,7 +25,8 @@ def headline(
     """One line: method, suite, learning rate and where it is from, length, what differs from plain training, seed."""
     parts = [f"learning rate {training.lr:g} ({origin})"]
     parts.append(_epochs(training.epochs) if training.steps is None else f"{training.steps} steps")
-    parts += [f"precision {training.precision}"] if training.precision else _rounded(suite)
+    parts += [f"precision {training.precision}"] if training.precision else []
+    parts += _stored(suite, training)
     parts += [f"{training.accumulate} micro-batches a step"] if training.accumulate > 1 else []
     parts += [f"average {training.average}"] if training.average else []
     parts += [f"adapters of rank {training.lora.rank}"] if training.lora else []
@@ -41,7 +43,8 @@ def dry_run(suite: Suite, method: MethodConfig, training: Training, run: RunOpti
 
     Raises: ValueError as the run itself would before it begins (`training.planned`).
     """
-    budgets = {task: own for task, (own, _) in planned(suite, method, training, run).items()}
+    plans = planned(suite, method, training, run)
+    budgets = {task: own for task, (own, _) in plans.items()}
     own = {name: value for name, value in numbers(training).items() if name not in ("steps", "epochs")}
     shared = {name: value for name, value in own.items() if value is not None}
     lines = [
@@ -49,11 +52,17 @@ def dry_run(suite: Suite, method: MethodConfig, training: Training, run: RunOpti
         f"suite {suite.name}: {_listed({name: value for name, value in suite.recipe.items() if name != 'name'})}",
         f"method {method.name}: {_listed(settings(method)) or 'no options'}",
         f"training: {_listed(shared)}, run seed {run.seed}",
+        *([f"weights: {', '.join(found)}"] if (found := _stored(suite, training)) else []),
         "",
     ]
     loss = loss_of(suite, run.tasks[0], training)
     assert isinstance(loss, ModuleLoss)
-    lines += [inspect.table(inspect.describe_leaves(loss.module, suite.where)), ""]
+    leaves = inspect.describe_leaves(loss.module, suite.where)
+    if training.lora is not None and (adapters := plans[run.tasks[0]][1]) is not None:
+        merged = method.name == "smat" and training.lora.simulate == "merged"
+        dtype = "float32" if training.precision == "mixed" else None
+        leaves = inspect.with_adapters(leaves, adapters, merged=merged, dtype=dtype)
+    lines += [inspect.table(leaves), ""]
     lines += [line, ""] if (line := coarse_line(suite.base, method, training)) else []
     lines += [_task_line(suite, task, own) for task, own in budgets.items()]
     lines += never_simulated(method, {task: own.steps or 0 for task, own in budgets.items()})
@@ -64,6 +73,17 @@ def _notes(suite: Suite) -> list[str]:
     """Notes before training, for example that the result cannot be exported."""
     model = suite.recipe.get("model")
     return [f"note: {note}" for note in (*suite.notes, *(export_problems(Path(model), suite.base) if model else ()))]
+
+
+def _stored(suite: Suite, training: Training) -> list[str]:
+    """Phrases on the dtype of experts with float32 master weights, and on weights that are rounded unasked."""
+    if training.precision == "bf16":
+        return []
+    found = [] if training.precision != "mixed" else ["adapters trained and stored in float32"]
+    if found and training.lora is None:
+        kinds = sorted({tree.dtype_name(leaf) for leaf in suite.base.values()})
+        found = [f"float32 master weights while training, experts stored in {' and '.join(kinds)}"]
+    return found + _rounded(suite)
 
 
 def _rounded(suite: Suite) -> list[str]:

@@ -74,7 +74,8 @@ class OptimizerSettings:
     accumulate: int | None = None
     """Micro-batches per step: less memory, the same step up to rounding."""
     precision: Annotated[Precision | None, arg(help_behavior_hint=cli.open_at("the suite's dtype"))] = None
-    """bf16 or fp32: everything in that dtype; mixed: fp32 parameters and optimizer, bf16 losses."""
+    """bf16 or fp32: everything in that dtype; mixed: fp32 parameters and optimizer while training, bf16 losses, and
+    experts stored in the suite's dtype (preset lm: bf16)."""
     dropout: bool = False
     """Enable the model's own dropout in training, drawn from the run's seed; otherwise the model is in eval mode."""
     average: Annotated[str | None, arg(help_behavior_hint=cli.open_at("none"))] = None

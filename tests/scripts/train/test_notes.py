@@ -146,6 +146,14 @@ def test_the_headline_says_epochs(suite):
         ("float64", "float32", None, "float64 weights rounded to float32, seed"),
         ("float32", "float32", None, "1 epoch, seed"),
         ("float32", "bfloat16", "bf16", "precision bf16, seed"),
+        (
+            "float32",
+            "bfloat16",
+            "mixed",
+            "precision mixed, float32 master weights while training, experts stored in bfloat16, float32 weights "
+            "rounded to bfloat16 (--precision fp32 keeps them), seed",
+        ),
+        ("float32", "float32", "mixed", "master weights while training, experts stored in float32, seed"),
         ("bfloat16", "bfloat16", None, "1 epoch, seed"),
         ("float16", "float32", None, "1 epoch, seed"),
     ],
