@@ -188,16 +188,7 @@ class Log:
             due(check=check)
 
     def _check(self, losses: list[tuple[int, Tensor]]) -> None:
-        if not losses:
-            return
-        # every loss since the line before, read at once
-        values = torch.stack([loss.detach().double() for _, loss in losses]).tolist()
-        steps = [step for step, _ in losses]
-        for step, value in zip(steps, values, strict=True):
-            if not math.isfinite(value):
-                rows = "" if self.rows is None else f", on training rows {', '.join(map(str, self.rows(step)))}"
-                way = "lower the learning rate" if step else "no step was trained yet: check the base and the rows"
-                raise ValueError(f"loss of {self.task} is {value} at step {step}{rows}: {way}")
+        check_losses(self.task, losses, self.rows)
 
     def _write(self) -> None:
         row, self._last = self._last, None
@@ -212,6 +203,18 @@ class Log:
     def _put(self, row: Mapping[str, Any]) -> None:
         with named_in_errors(self.path):
             self._file.write(json.dumps(row) + "\n")
+
+
+def check_losses(task: str, losses: Sequence[tuple[int, Tensor]], rows: Callable[[int], Sequence[int]] | None) -> None:
+    """Raises: ValueError for the first loss that is not finite, with its step and training rows."""
+    if not losses:
+        return
+    values = torch.stack([loss.detach().double() for _, loss in losses]).tolist()  # read at once
+    for (step, _), value in zip(losses, values, strict=True):
+        if not math.isfinite(value):
+            of = "" if rows is None else f", on training rows {', '.join(map(str, rows(step)))}"
+            way = "lower the learning rate" if step else "no step was trained yet: check the base and the rows"
+            raise ValueError(f"loss of {task} is {value} at step {step}{of}: {way}")
 
 
 def amount_of(batch: Batch) -> tuple[str, int | Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import analyses, checkpoint, lora, tree
+from ... import analyses, checkpoint, lora, random, tree
 from ...analyses.diagnose import unmoved
 from ...config import Finetune, MethodConfig, Smat, Training, settings
 from ...parallel import ALONE, World
@@ -18,6 +18,7 @@ from ...suites import Suite
 from ...types import Params
 from ..merge.inputs import manifest_of
 from . import snapshots
+from .logs import check_losses
 from .loop import budget, loss_of, schedules, train_expert
 from .options import RunOptions
 from .variants import adapters_of, asked, numbered, numbers
@@ -56,7 +57,8 @@ def settled(
         (method, JSON values for manifests: ``from``, and what the number was computed from).
 
     Raises:
-        ValueError: where no parameter moves in the short run, and for experts in ``run.out`` of a sigma that was given.
+        ValueError: where no parameter moves in the short run, where its loss or update is not finite, and for experts
+            in ``run.out`` of a sigma that was given.
     """
     if not isinstance(method, Smat) or not asked(method):
         return method, {}
@@ -194,13 +196,29 @@ def _estimated(
 
 
 def _moved(suite: Suite, task: str, training: Training, steps: int, seed: int) -> float:
-    """RMS of the update after so many steps of ft at a constant learning rate."""
+    """RMS of the update after so many steps of ft at a constant learning rate.
+
+    Raises: ValueError for a loss or an update that is not finite.
+    """
     plain = replace(training, schedule="constant", warmup=0, average=None, independent_draws=False, dev=None)
     own = replace(plain, steps=steps, epochs={})
-    params = train_expert(suite, task, Finetune(), own, seed=seed)
+    losses, key, of = list[tuple[int, Tensor]](), random.fold_in(random.key(seed), task), suite.batch_rows
+    params = train_expert(
+        suite, task, Finetune(), own, seed=seed, on_step=lambda step, info: losses.append((step, info.loss.detach()))
+    )
+    try:
+        check_losses(task, losses, None if of is None else lambda step: of(task, key, step))
+    except ValueError as error:
+        raise ValueError(f"sigma auto, a short run of ft: {error}") from error
     adapters = adapters_of(loss_of(suite, task, own), own)
     whole = params if adapters is None else lora.expand(params, suite.base, adapters)
-    return update_rms(whole, perturbed(suite.base, adapters))
+    moved = update_rms(whole, perturbed(suite.base, adapters))
+    if not math.isfinite(moved):
+        raise ValueError(
+            f"sigma auto: the RMS of the update of {task} is {moved} after {steps} steps of ft at learning rate "
+            f"{training.lr:g}: lower the learning rate"
+        )
+    return moved
 
 
 def perturbed(base: Mapping[str, Tensor], adapters: lora.Lora | None) -> dict[str, Tensor]:

@@ -120,6 +120,20 @@ def test_runs_of_ft_that_do_not_fit_say_why(suite, runs, train, tmp_path):
     )
 
 
+def test_a_learning_rate_at_which_a_short_run_diverges_is_named(suite, tmp_path):
+    run = RunOptions(tmp_path / "smat", ("rot90",), 21)
+    huge = replace(SIX, lr=1e25)
+    with pytest.raises(
+        ValueError, match=r"^sigma auto, a short run of ft: loss of rot90 is nan at step 1, on training r"
+    ):
+        noise_level.settled(suite, SMAT, huge, run)
+    # one step: its loss is that of the base, but its weights are not finite
+    with pytest.raises(
+        ValueError, match=r"update of rot90 is (nan|inf) after 1 steps of ft at learning rate 1e\+39: low"
+    ):
+        noise_level._moved(suite, "rot90", replace(SIX, lr=1e39), 1, 21)
+
+
 def test_an_estimate_is_near_the_update_of_the_whole_run(suite, tmp_path):
     training = Training(steps=20, lr=5e-4)
     run = RunOptions(tmp_path / "smat", ("rot90",), 21)
