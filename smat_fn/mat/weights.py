@@ -125,19 +125,22 @@ class SimulatedWeights:
             if first and self._differentiated:
                 raise ValueError(
                     "the gradient of the draw before was not reweighted: call reweight_grads(drawn) after the last "
-                    "block of a draw, before clipping and the optimizer"
+                    "block of a draw, before clipping and the optimizer (micro-batches of a step share one Draw, made "
+                    "before the first of them)"
                 )
         # gradients are seldom there, so that the host seldom waits
-        others = self._module is not None and first and any(bool(grad.any()) for grad, _ in begun.values())
+        looked = begun if self._module is not None and first else {}
+        others = {path for path, (grad, _) in looked.items() if bool(grad.any())}
         with self._held(drawn):
             yield
         ended = {path: p.grad for path, p in self._parameters.items() if p.grad is not None}
         same = [path for path, (grad, _) in begun.items() if ended.get(path) is grad]
-        if others and any(_version(ended[path]) == begun[path][1] + 1 for path in same):
+        if added := [path for path in same if path in others and _version(ended[path]) == begun[path][1] + 1]:
             raise ValueError(
-                "a backward pass in the block was added to gradients of other passes, which reweighting would multiply "
-                "too: call optimizer.zero_grad() before the first block of a draw, and other backward passes after "
-                "reweight_grads"
+                f"gradients of {', '.join(shortened(added, '{} more'))} were not cleared before the first block of a "
+                "draw: a backward pass in the block was added to them, and reweighting would multiply both. Call "
+                "module.zero_grad(), since an optimizer clears only the parameters that it holds, or freeze what is "
+                "not trained (requires_grad_(False)); run other backward passes after reweight_grads"
             )
         self._passed = drawn
         written = any(_version(ended[path]) != begun[path][1] for path in same)

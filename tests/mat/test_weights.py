@@ -206,7 +206,10 @@ def test_gradients_of_other_passes_are_told(order):
     drawn = SCHEDULE.draw(KEY, 1)
     if order == "clean pass before":
         squares(module, BATCH)[0].backward()
-        with pytest.raises(ValueError, match="added to gradients of other passes"), states.at(drawn):
+        told = pytest.raises(
+            ValueError, match="were not cleared before the first block of a draw: a backward pass in the"
+        )
+        with told, states.at(drawn):
             squares(module, BATCH)[0].backward()
         return
     for _ in range(2):  # micro-batches of one draw are fine
@@ -243,9 +246,31 @@ def test_a_gradient_that_is_not_reweighted_is_told_at_the_next_draw():
     with states.at(SCHEDULE.draw(KEY, 3)):
         squares(module, BATCH)[0].backward()
     module.zero_grad()
-    told = pytest.raises(ValueError, match="gradient of the draw before was not reweighted")
+    told = pytest.raises(ValueError, match=r"gradient of the draw before was not reweighted: .*a step share one Draw")
     with told, states.at(SCHEDULE.draw(KEY, 5)):
         raise AssertionError("the pass has begun")
+
+
+def test_gradients_that_an_optimizer_of_some_parameters_leaves_are_named():
+    module = net()
+    states = SimulatedWeights.of(module)
+    held = {name: p for name, p in module.named_parameters() if p.ndim == 2}
+    left = [name for name, p in module.named_parameters() if p.ndim != 2]
+    optimizer = torch.optim.SGD(held.values(), lr=0.1)
+    squares(module, BATCH)[0].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    refused = pytest.raises(ValueError, match=r"Call module\.zero_grad\(\).* or freeze what is not trained")
+    with refused as told, states.at(SCHEDULE.draw(KEY, 1)):
+        squares(module, BATCH)[0].backward()
+    said = str(told.value)
+    assert said.startswith(f"gradients of {left[0]}, ")
+    assert not any(name in said for name in held)
+    module.zero_grad()
+    drawn = SCHEDULE.draw(KEY, 1)
+    with states.at(drawn):
+        squares(module, BATCH)[0].backward()
+    states.reweight_grads(drawn)
 
 
 def fused(module):
