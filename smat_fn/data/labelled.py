@@ -62,14 +62,14 @@ def load_task(source: str, *, columns: Mapping[str, str] | None = None) -> Task:
     splits = {}
     for (split, rows), (text, label) in zip(raw.items(), found, strict=True):
         texts, labels = [row.get(text) for row in rows], [_place(row.get(label), names) for row in rows]
-        bad = [i for i, own in enumerate(texts) if not (isinstance(own, str) and own.strip())]
+        bad = [i for i, own in enumerate(texts) if not isinstance(own, str)]
         problems += [f"{split}: the {text} of {name_rows(bad)} is not text"] if bad else []
+        bad = [i for i, own in enumerate(texts) if isinstance(own, str) and not own.strip()]
+        problems += [f"{split}: the {text} of {name_rows(bad)} is empty"] if bad else []
         bad = [i for i, own in enumerate(labels) if own is None]
-        problems += [
-            f"{split}: the {label} of {name_rows(bad)} is none of the {len(names)} classes "
-            f"({rows[bad[0]].get(label)!r} the first): write whole numbers from 0, or the classes' names as texts"
-            + (", and leave out a split whose labels are withheld (-1)" if rows[bad[0]].get(label) == -1 else "")
-        ] if bad else []  # fmt: skip
+        if bad:
+            which = f"{split}: the {label} of {name_rows(bad)}"
+            problems.append(_label_problem(which, rows[bad[0]].get(label), names))
         splits[split] = Labelled(tuple(texts), tuple(labels))  # type: ignore[arg-type]
     complain(source, problems)
     splits, made = _complete(splits, source)
@@ -129,6 +129,13 @@ def _named(labels_of: Mapping[str, Sequence[Any]]) -> tuple[list[str], list[str]
         if len(own) > 1
     ]
     return strings or [str(label) for label in range(last + 1)], problems
+
+
+def _label_problem(which: str, first: Any, names: Sequence[str]) -> str:
+    """The error for labels that are not classes. Args: first: the first of them."""
+    what = f"none of the {len(names)} classes" if names and type(first) in (str, int) else "not a label"
+    way = ", and leave out a split whose labels are withheld (-1)" if first == -1 else ""
+    return f"{which} is {what} ({first!r} the first): write whole numbers from 0, or the classes' names as texts{way}"
 
 
 def _place(label: Any, names: Sequence[str]) -> int | None:

@@ -146,7 +146,7 @@ def shares_note(scores: Iterable[float]) -> str:
     scores = list(scores)
     if not scores or not 0 < max(scores) <= 1:
         return ""
-    return "no score is above 1: scores are from 0 to 100, so a metric of your own must not return shares"
+    return "no score is above 1 of 100: the models solve next to nothing, or a metric of your own returns shares"
 
 
 def score_bar() -> Any:

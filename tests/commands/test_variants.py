@@ -115,6 +115,7 @@ def test_what_does_not_go_together_is_listed():
         "require the method smat without adapters",
     ):
         assert part in texts
+    assert problems(smat, training(lora=Adapters(0, 0)), alone) == ["lora rank is 0, must be at least 1"]
     twice = resolve(Smat(lam=0.5, period=2), DIGITS.methods)
     assert problems(twice, training(), alone) == ["lam 0.5 replaces the period: leave out --lam or --period 2"]
     assert problems(smat, training(), several, "recompute") == [

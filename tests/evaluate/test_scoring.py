@@ -10,6 +10,7 @@ import torch
 from smat_fn import machine
 from smat_fn.evaluate import Records, Result, Scorer, score_bar, score_models
 from smat_fn.evaluate.records import Answer
+from smat_fn.evaluate.scoring import shares_note
 from smat_fn.suites.suite import BaseSuite
 
 ONE = {"fingerprint": "1"}
@@ -167,3 +168,10 @@ def test_the_bar_counts_scores_where_stderr_is_a_terminal(suite, monkeypatch, st
             assert "2.0 of 3 [" in text
         else:
             assert text == ""
+
+
+def test_scores_below_1_have_a_note_that_holds_for_any_metric():
+    assert shares_note([]) == shares_note([0.0]) == shares_note([0.2, 1.5]) == ""
+    assert shares_note([0.0, 0.7]) == (
+        "no score is above 1 of 100: the models solve next to nothing, or a metric of your own returns shares"
+    )

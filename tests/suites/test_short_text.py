@@ -381,7 +381,8 @@ def test_a_csv_names_its_classes(tmp_path):
         (["caf\u00e9", "cafe\u0301", "bar"], ["bar"], "differ only by case, spaces or the coding of characters"),
         ([1, 2], [1], "no row of train is of class 0, .* number classes from 0 without gaps, or write labels as texts"),
         (["", "a"], ["a"], r"train: the label of row 0 is none of the 1 classes \('' the first\)"),
-        ([0, 1.0], [0], r"is none of the 1 classes \(1.0 the first\): write whole numbers from 0"),
+        ([0, 1.0], [0], r"row 1 is not a label \(1.0 the first\): write whole numbers from 0"),
+        ([False, True], [False], r"is not a label \(False the first\): write whole numbers from 0, or the classes' n"),
         (
             [0, 1],
             [-1],
@@ -421,17 +422,21 @@ def test_the_hub_is_asked_by_task_or_by_the_names_of_a_mapping(load, monkeypatch
 def test_problems_of_data_and_model_are_told_together_before_any_work(load, tmp_path, monkeypatch):
     monkeypatch.setattr(encoder, "load", lambda *a, **k: pytest.fail("the model is not needed"))
     good = rows("tone", "train")
-    write(tmp_path / "a", {"train.json": [{"text": " ", "label": 0}, {"text": "x", "label": True}, *good]})
+    write(
+        tmp_path / "a",
+        {"train.json": [{"text": " ", "label": 0}, {"text": "x", "label": True}, {"text": 5, "label": 0}, *good]},
+    )
     write(tmp_path / "b", {"train.json": good, "test.json": [{"text": "x", "label": 7}], "labels.json": ["n", "p"]})
     write(tmp_path / "c", {"train.json": [{"body": "x", "label": 0}]})
     write(tmp_path / "d", {"train.json": good, "dev.json": good, "test.json": good, "labels.json": ["n", "p", "q"]})
     write(tmp_path / "e", {"train.json": {"text": "x"}, "test.json": []})
     (tmp_path / "f").mkdir()
     tasks = [*"abcdef", "g"]
-    with pytest.raises(ValueError, match="the text of row 0 is not text") as error:
+    with pytest.raises(ValueError, match="the text of row 0 is empty") as error:
         load(data=str(tmp_path), tasks=tasks, model=str(tmp_path / "none"), eval_batch=0)
     for part in (
-        "the label of row 1 is none of the 2 classes (True the first)",
+        "the text of row 2 is not text",
+        "the label of row 1 is not a label (True the first)",
         "test: the label of row 0 is none of the 2 classes (7 the first)",
         "no column text or sentence, there are ['body', 'label']",
         "no row of train is of class q",

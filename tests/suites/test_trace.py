@@ -875,6 +875,19 @@ def test_a_task_that_comes_later_joins_a_run_whose_model_and_data_have_moved(loa
     assert [suite.tasks for suite in loaded] == [("FOMC", "A first one")]  # one model, whatever the experts name
 
 
+def test_a_run_that_is_resumed_with_another_option_is_not_said_to_have_another_model(load, tmp_path):
+    def train(resume, **options):
+        suite = load(**options)
+        run = RunOptions(tmp_path / "run", suite.tasks[:1], 3, resume=resume)
+        return train_run(suite, Finetune(), Training(steps=1, lr=1e-3), run)
+
+    train(False)
+    with pytest.raises(ValueError, match=r"suite\.mask_prompt was False, is True") as told:
+        train(True, mask_prompt=True)
+    assert "another model folder" not in str(told.value)
+    assert "put the old files back" not in str(told.value)
+
+
 def test_a_run_does_not_resume_on_another_template_or_on_dev_rows_that_chose_its_weights(load, chatting, tmp_path):
     model, out = tmp_path / "model", tmp_path / "run"
     shutil.copytree(chatting["model"], model)

@@ -137,7 +137,8 @@ class RunSettings:
     label: Annotated[str | None, arg(help_behavior_hint="(default: the method's)")] = None
     """Name of these experts in tables."""
     probe: int = 0
-    """Number of simulated merges (the preset's SMAT hyperparameters) at which to measure each expert's dev loss."""
+    """Number of simulated merges (the preset's SMAT hyperparameters) at which to measure each expert's dev loss, with
+    --resume also that of finished experts."""
     offload: Place = "auto"
     """Where SMAT stores the base; results do not change. cpu (the paper's): in pinned host memory, with one buffer on
     the device; device: base and simulated weights on the device; recompute, stream: simulated weights rebuilt block by

@@ -267,6 +267,8 @@ def _train_one(
             _forget_replaced(run, task)
         code = _other_code(checkpoint.load_manifest(run.out / task)) if world.leads else ""
         report(f"{task}: already finished{code}{_relabelled(run, task) if world.leads else ''}")
+        if world.leads:
+            _probe_finished(suite, run, task, report)
         return
     if last is not None:
         report(f"{task}: resumes after step {last.step} of {training.steps}{_other_code(last._asdict())}")
@@ -322,6 +324,22 @@ def _relabelled(run: RunOptions, task: str) -> str:
     return said
 
 
+def _probe_finished(suite: Suite, run: RunOptions, task: str, report: Callable[[str], None]) -> None:
+    """Measure the probe of a finished expert, unless its manifest has one of the same settings, and write it there."""
+    if not run.probe or run.probe_at is None:
+        return
+    manifest = manifest_of(run.out / task)
+    known = manifest.get("probe") or {}
+    if known.get("keys") == run.probe and all(known.get(x) == value for x, value in _probed_at(run.probe_at).items()):
+        return
+    found = lora.load_expert(run.out / task, suite.base)[0]
+    full = {path: leaf.to(suite.base[path].device) for path, leaf in found.items()}
+    probed = _probe(suite, task, full, run.probe, run.probe_at)
+    report(_probe_line(task, probed))
+    text = json.dumps({**manifest, "probe": probed}, indent=2, allow_nan=False)
+    checkpoint.write_text(run.out / task / checkpoint.MANIFEST, text + "\n")
+
+
 def _manifest(
     suite: Suite,
     method: MethodConfig,
@@ -341,8 +359,7 @@ def _manifest(
     full = whole(suite, expert, params)
     probed = _probe(suite, task, full, run.probe, run.probe_at) if run.probe and run.probe_at else {}
     if probed:
-        clean, simulated = probed["clean"], probed["simulated"]
-        report(f"{task}: dev loss {clean:.4f}, at {run.probe} simulated states {simulated:.4f}")
+        report(_probe_line(task, probed))
     still = still_line(training, full, suite.base, log.largest_norm)
     found |= {"warning": still} if still else {}
     log.finish(**found, **{f"probe_{name}": probed[name] for name in ("clean", "simulated") if probed})
@@ -421,7 +438,6 @@ def _check_resumed(run: RunOptions, experts: Sequence[Expert], report: Callable[
         parts = "hash", "dev", "inputs", "head", "classes"
         other = {name for name in parts if name in rows and now.get(name, rows[name]) != rows[name]}
         begun = f"changed since {task} in {out} was begun"
-        edited += _edits(task, out, begun, rows, now, other)
         others = {name: value for name, value in facts.items() if name != "train_rows"}
         besides = ["suite.tasks", *(["label"] if run.label else []), *(["suite.data"] if "hash" in rows else [])]
         for name, recipe in product(BY_TASK, (found.get("suite"), facts["suite"])):
@@ -432,7 +448,10 @@ def _check_resumed(run: RunOptions, experts: Sequence[Expert], report: Callable[
         if old != model and "inputs" in rows and _holds_all(facts["suite"]):
             besides.append("suite.model")
             moved[f"model was {old}, is {model}"] = None
-        if differ := snapshots.differences(found, others, besides=besides):
+        differ = snapshots.differences(found, others, besides=besides)
+        # other options of the suite make other inputs of the same files
+        edited += [] if _other_options(differ) else _edits(task, out, begun, rows, now, other)
+        if differ:
             problems.append(f"{task} in {out} was trained with other settings: {', '.join(differ)}")
         elif other == {"head"}:  # which settings choose too
             what = "rows that no step trains on, but of which its head is made,"
@@ -445,6 +464,12 @@ def _check_resumed(run: RunOptions, experts: Sequence[Expert], report: Callable[
     errors.raise_problems(problems + edited + damaged)
     for line in moved:
         report(f"note: {line}: weights and tokens of training rows are the same, other files of it are not compared")
+
+
+def _other_options(differ: Sequence[str]) -> bool:
+    """Whether differences are of options of the suite, beside its model and the folder of its rows."""
+    own = [text.split(" was ")[0] for text in differ]
+    return any(name.startswith("suite.") and name not in ("suite.model", "suite.data") for name in own)
 
 
 def _edits(
@@ -484,13 +509,22 @@ def _write_base(path: Path, suite: Suite, fingerprint: str, *, overwrite: bool) 
 def _probe(suite: Suite, task: str, params: Params, count: int, at: Smat) -> dict[str, Any]:
     """Dev losses of an expert and of its simulated states; the keys are the same in all runs."""
     assert suite.dev_batches is not None
-    names = ("alpha_min", "drop_prob", "sigma", "noise")
-    hyperparameters = {name: value for name, value in settings(at).items() if name in names}
+    hyperparameters = _probed_at(at)
     keys = random.split(random.fold_in(random.key(0), "probe"), count)
     loss_fn, batches = suite.loss_fn(task), suite.dev_batches(task)
     found = simulation.probe(loss_fn, params, suite.base, batches, keys, where=suite.where, **hyperparameters)
     spread = {"sd": stdev(found.simulated)} if count > 1 else {}
     return {"clean": found.clean, "simulated": found.mean, **spread, "keys": count, **hyperparameters}
+
+
+def _probed_at(at: Smat) -> dict[str, Any]:
+    names = ("alpha_min", "drop_prob", "sigma", "noise")
+    return {name: value for name, value in settings(at).items() if name in names}
+
+
+def _probe_line(task: str, probed: Mapping[str, Any]) -> str:
+    clean, simulated = probed["clean"], probed["simulated"]
+    return f"{task}: dev loss {clean:.4f}, at {probed['keys']} simulated states {simulated:.4f}"
 
 
 def cut_notes(suite: Suite, tasks: Sequence[str]) -> list[str]:
@@ -503,8 +537,9 @@ def cut_notes(suite: Suite, tasks: Sequence[str]) -> list[str]:
         middle = ", or truncate prompt-middle," if cut_rows else ""  # not of encoder-decoders, which lose answers alone
         if cut_rows or part:
             notes.append(
-                f"note: {max(cut_rows, part)} of the {cut.rows} training rows of {task} are cut at max_length "
-                f"{suite.recipe['max_length']}, {part} of them within the answer, {whole} before it: "
+                f"note: {max(cut_rows, part)} of the {cut.rows} training rows of {task} "
+                f"{'is' if max(cut_rows, part) == 1 else 'are'} cut at max_length {suite.recipe['max_length']}, "
+                f"{max(part - whole, 0)} of them within the answer, {whole} before it: "
                 f"--suite-options max_length {cut.longest}{middle} keeps answers"
             )
     return notes

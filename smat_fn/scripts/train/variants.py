@@ -105,7 +105,8 @@ def problems(method: MethodConfig, training: Training, world: World, place: Plac
         found += [f"lora rank is {training.lora.rank}, must be at least 1"] if training.lora.rank < 1 else []
         dropout = training.lora.dropout
         found += [] if 0 <= dropout < 1 else [f"lora dropout is {dropout}, must lie in [0, 1)"]
-        found += [] if training.lora.alpha > 0 else [f"lora alpha is {training.lora.alpha}, must be positive"]
+        alpha = training.lora.alpha  # not given, it is twice the rank, whatever that is
+        found += [] if alpha > 0 or alpha == 2 * training.lora.rank else [f"lora alpha is {alpha}, must be positive"]
     alone = "independent draws" if training.independent_draws else ""
     alone = "adapters at the merged weight" if training.lora and training.lora.simulate == "merged" else alone
     if alone and method.name == "smat":

@@ -97,7 +97,7 @@ def test_training_rows_that_lose_their_end_are_notes(suite, train, tmp_path):
     }
     own = suite.replace(cuts=cuts.get, recipe={"max_length": 64, "truncate": "right"})
     start = (
-        "training rows of rot90 are cut at max_length 64, 2 of them within the answer, 1 before it: --suite-options "
+        "training rows of rot90 are cut at max_length 64, 1 of them within the answer, 1 before it: --suite-options "
     )
     notes = [
         f"note: 4 of the 8 {start}max_length 700, or truncate prompt-middle, keeps answers",
@@ -105,6 +105,10 @@ def test_training_rows_that_lose_their_end_are_notes(suite, train, tmp_path):
         "--suite-options max_length 99 keeps answers",
     ]
     assert cut_notes(own, ("rot90", "mirror", "invert")) == notes
+    one = own.replace(cuts=lambda task: Cut(48, 1 / 48, 1 / 48, 1 / 48, 309))
+    assert cut_notes(one, ("hawk",))[0].startswith(
+        "note: 1 of the 48 training rows of hawk is cut at max_length 64, 0 of them within the answer, 1 before it: "
+    )
     assert cut_notes(own.replace(recipe={"max_length": 64, "truncate": "left"}), ("rot90",)) == []
     assert cut_notes(suite, ("rot90",)) == []
     told = []

@@ -316,6 +316,23 @@ def test_manifest_and_last_line_say_what_training_cost(runs):
     assert all(row["examples_per_second"] > 0 for row in rows)
 
 
+@pytest.mark.parametrize("adapters", [None, Adapters(2, 4.0)], ids=["weights", "adapters"])
+def test_a_finished_expert_is_probed_when_its_run_is_resumed(suite, train, tmp_path, adapters):
+    at, said = DIGITS.methods["smat"], []
+    options = {"tasks": ("rot90",), "probe_at": at, "training": replace(SIX, steps=2, lora=adapters)}
+    train(tmp_path / "one", "ft", probe=2, **options)
+    train(tmp_path / "two", "ft", **options)
+    manifest = checkpoint.load_manifest(tmp_path / "two" / "rot90")
+    for _ in range(2):  # the second time, the probe is there
+        train(tmp_path / "two", "ft", probe=2, resume=True, report=said.append, **options)
+    probed = checkpoint.load_manifest(tmp_path / "one" / "rot90")["probe"]
+    assert checkpoint.load_manifest(tmp_path / "two" / "rot90") == {**manifest, "probe": probed}
+    line = f"rot90: dev loss {probed['clean']:.4f}, at 2 simulated states {probed['simulated']:.4f}"
+    assert said == ["rot90: already finished", line, "rot90: already finished"]
+    train(tmp_path / "two", "ft", probe=1, resume=True, **options)
+    assert checkpoint.load_manifest(tmp_path / "two" / "rot90")["probe"]["keys"] == 1
+
+
 @pytest.mark.parametrize("adapters", [None, Adapters(2, 4.0)])
 def test_the_peak_of_memory_is_with_that_of_saving_and_without_that_of_the_probe(
     adapters, train, tmp_path, monkeypatch
