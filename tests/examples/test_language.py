@@ -212,7 +212,10 @@ def test_the_tiny_example_lowers_the_loss_on_its_rows(source, inputs, run, tmp_p
 
 
 def test_every_script_is_run_here_or_with_images_and_says_how():
-    files = [Path(__file__).parent / f"test_{name}.py" for name in ("language", "minimal", "other_trainers", "search_weights", "vision")]
+    files = [
+        Path(__file__).parent / f"test_{name}.py"
+        for name in ("language", "minimal", "other_trainers", "search_weights", "vision")
+    ]
     files.append(ROOT / "tests/transforms/test_methods.py")  # of experts trained as one batched program
     sources = [file.read_text(encoding="utf-8") for file in files]
     for path in sorted((ROOT / "examples").iterdir()):
