@@ -42,8 +42,9 @@ def search(
 
 def greedy_soup(experts: dict[str, Params], score: Callable[[Params], float]) -> tuple[float, list[str]]:
     """Experts from the best one on, each added to the average if the score does not fall (Wortsman et al., 2022)."""
-    first, *rest = sorted(experts, key=lambda name: -score(experts[name]))
-    chosen, best = [first], score(experts[first])
+    scores = {name: score(params) for name, params in experts.items()}
+    first, *rest = sorted(scores, key=lambda name: -scores[name])
+    chosen, best = [first], scores[first]
     for name in rest:
         found = score(weight_average({own: experts[own] for own in (*chosen, name)}))
         if found >= best:
@@ -54,13 +55,11 @@ def greedy_soup(experts: dict[str, Params], score: Callable[[Params], float]) ->
 def main(run: Path, trials: int = 20) -> None:
     """Print what was found, and write the parameters merged with it."""
     base = load_file(run / "base" / "model.safetensors")
-    experts = {path.parent.name: load_file(path) for path in sorted(run.glob("*/model.safetensors"))}
-    del experts["base"]
-    manifest = json.loads((run / next(iter(experts)) / "manifest.json").read_text(encoding="utf-8"))
-    suite = load_suite(**manifest["suite"])
+    suite = load_suite(**json.loads((run / "base" / "manifest.json").read_text(encoding="utf-8"))["suite"])
+    experts = {task: load_file(run / task / "model.safetensors") for task in suite.tasks if (run / task).is_dir()}
 
     def score(params: Params) -> float:
-        return sum(suite.score(params, task, "dev") for task in suite.tasks) / len(suite.tasks)
+        return sum(suite.score(params, task, "dev") for task in experts) / len(experts)
 
     print(f"TIES, equal weights: {score(merged(base, experts, {}, {})):.2f}")
     best, weights, densities = search(base, experts, score, trials)

@@ -203,6 +203,7 @@ def suite_options(options: type, words: Sequence[str]) -> str:
 _ARGUMENT = re.compile(r"`(\w+)(?:=([^`]*))?`")  # an argument of a function in an error, perhaps with its value
 _OTHERWISE = {"workers": "threads"}  # arguments whose option has another name
 _IN_A_RECIPE = {"tokenizer_from": "tokenizer_source"}
+_OF_SUITES = "max_length", "max_new_tokens", "train_layers", "truncate"
 
 
 def spoken(text: str, names: Sequence[str] = ()) -> str:
@@ -210,23 +211,29 @@ def spoken(text: str, names: Sequence[str] = ()) -> str:
 
     Args: names: options of the command; those of several words are also written so where no backticks are around.
     """
-    text = _ARGUMENT.sub(lambda found: _option(found[1], found[2], names), text)
+    text = _ARGUMENT.sub(lambda found: _option(found[1], found[2], names) or found[0], text)
     several = "|".join(name for name in names if "_" in name)  # not in paths, field names with dots, and quotes
     bare = rf"(?<![\w.'\"/=-])({several})(?![\w.'\"/=(])"
     return re.sub(bare, lambda found: f"--{found[1].replace('_', '-')}", text) if several else text
 
 
 def _option(name: str, value: str | None, names: Sequence[str]) -> str:
-    """An option with its value. Args: value: as Python has it."""
-    given = None if value is None else ast.literal_eval(value)
+    """An option with its value; empty for what is none, as in an error of another library.
+
+    Args: value: as Python has it.
+    """
+    try:
+        given = None if value is None else ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return ""
     words = [f"{glob}={number}" for glob, number in given.items()] if isinstance(given, dict) else [str(given)]
     shown = "" if value is None or given is True else " ".join(["", *map(shlex.quote, words)])
     name = _OTHERWISE.get(name, name)
-    if name not in names and name in _IN_A_RECIPE:
+    if name in names:
+        return f"--{name.replace('_', '-')}{shown}"
+    if name in _IN_A_RECIPE:
         return f"{_IN_A_RECIPE[name]}{shown and ':'}{shown} in the recipe"
-    if name not in names and "suite_options" in names:
-        return f"--suite-options {name}{shown}"
-    return f"--{name.replace('_', '-')}{shown}"
+    return f"--suite-options {name}{shown}" if name in _OF_SUITES and "suite_options" in names else ""
 
 
 def named(text: str, script: str) -> str:

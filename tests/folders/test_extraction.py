@@ -48,7 +48,7 @@ def changed(tmp_path):
 
 
 def through_peft(model, adapter):
-    """What PEFT makes of a model and an adapter: the change of every parameter."""
+    """The change of every parameter when PEFT merges an adapter into a model."""
     peft = pytest.importorskip("peft")
     before = model.state_dict()
     after = peft.PeftModel.from_pretrained(copy.deepcopy(model), adapter).merge_and_unload().state_dict()

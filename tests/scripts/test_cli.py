@@ -154,6 +154,8 @@ def test_arguments_are_said_as_the_command_line_has_them():
     }.items():
         assert spoken(text, names) == said
     assert spoken("`max_length=128` is more", ["max_length"]) == "--max-length 128 is more"
+    for text in "set `torch_dtype=torch.float16` or `pad_token`", "`heads=NAME`, `a=1 b`":  # of other libraries
+        assert spoken(text, names) == text
     nothing = mask_problems(lambda path, leaf: False, {"w": torch.zeros(2)}, 0.5)[0]
     assert ". Pass --drop-prob 0 to switch Mask off" in spoken(nothing, names)
 

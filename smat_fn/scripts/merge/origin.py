@@ -29,8 +29,7 @@ def origin_of(model: Path, base: Folder, manifest: Mapping[str, Any]) -> Literal
     """
     adapter = is_adapter(model)
     other = adapter or manifest.get("out_dtype", "same") != "same"
-    part = _changed_by(model) if adapter else open_folder(str(model), model)
-    for found, whole in _prints(base, part, other=other):
+    for found, whole in _prints(base, _part_of(model), other=other):
         if found == manifest[key_of_base(model)]:
             return "base" if whole or adapter else "rounded"
     return "other"
@@ -41,9 +40,14 @@ def base_problems(base: Path, experts: Mapping[str, Path], manifests: Mapping[st
 
     Not of those whose names differ from base's (`name_problems`).
     """
+    known: dict[Any, str] = {}  # experts of one run ask for the same fingerprint of base, which takes a pass over it
     for path, manifest, opened in _trained(base, experts, manifests):
         with suppress(ValueError):
-            origin = origin_of(path, opened, manifest)
+            kinds = frozenset((name, leaf.dtype) for name, leaf in _part_of(path).leaves.items())
+            asked = manifest[key_of_base(path)], manifest.get("out_dtype"), is_adapter(path), kinds
+            if asked not in known:
+                known[asked] = origin_of(path, opened, manifest)
+            origin = known[asked]
             if origin == "other":
                 yield f"{path} was trained from another base than {base}{_way_out(base, path)}"
             elif origin == "rounded":
@@ -79,6 +83,11 @@ def _way_out(base: Path, expert: Path) -> str:
     run = expert.parent
     there = (run / checkpoint.BASE).is_dir()
     return f": pass --base {run / checkpoint.BASE}, or --run {run} instead of --base and --experts" if there else ""
+
+
+def _part_of(model: Path) -> Folder:
+    """The leaves of base that a model has, or as an adapter changes."""
+    return _changed_by(model) if is_adapter(model) else open_folder(str(model), model)
 
 
 def _changed_by(adapter: Path) -> Folder:

@@ -159,7 +159,7 @@ CONVERSATIONS = (
 
 
 def rendered():
-    """What mergekit's chat templates make of conversations, by name; None for an error."""
+    """Conversations rendered by mergekit's chat templates, by name; None for an error."""
     from importlib.resources import files
 
     from mergekit._data import chat_templates

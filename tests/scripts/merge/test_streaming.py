@@ -550,7 +550,7 @@ def test_experts_of_one_name_or_another_base_are_refused(inputs, runs, copied, t
     streaming.order(base, {"base": base, "a": experts[0]}, out=tmp_path / "out", seed=0)
 
 
-def test_trained_experts_are_merged_on_the_base_that_they_were_trained_from(tmp_path):
+def test_trained_experts_are_merged_on_the_base_that_they_were_trained_from(tmp_path, monkeypatch):
     base = {f"layers.{i}.mlp.weight": torch.randn(4, 3, generator=torch.Generator().manual_seed(i)) for i in range(2)}
     for name, change in (("stored", 0.0), ("other", 1.0)):
         (tmp_path / name).mkdir()
@@ -574,6 +574,12 @@ def test_trained_experts_are_merged_on_the_base_that_they_were_trained_from(tmp_
     ):
         order("stored", rounded)
     order("stored", rounded, based=False)
+    hashed = []
+    with monkeypatch.context() as patch:  # experts of one run share one pass over base
+        plain = checkpoint.fingerprint_of
+        patch.setattr(checkpoint, "fingerprint_of", lambda *args: hashed.append(args) or plain(*args))
+        streaming.order(tmp_path / "stored", {"a": whole, "b": whole}, out=tmp_path / "out", seed=0)
+    assert len(hashed) == 1
     checkpoint.save_expert(tmp_path / "whole" / "base", base, checkpoint.describe(base, kind="base"))
     way = f"pass --base {tmp_path / 'whole/base'}, or --run {tmp_path / 'whole'} instead of --base and --experts$"
     with pytest.raises(ValueError, match=f"{whole} was trained from another base than .*other: {way}"):
