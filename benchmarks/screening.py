@@ -69,6 +69,9 @@ def candidates(rates: Iterable[float]) -> list[Candidate]:
         *(("SMAT, relative", f"SMAT, sigma {s:g} of each leaf's update", replaced(smat, sigma=s, sigma_of="leaf"))
           for s in (0.5, 1.0)),
         *(("SMAT, alpha above 1", f"SMAT, alpha up to {a:g}", replaced(smat, alpha_max=a)) for a in (1.5, 2.0)),
+        *(("SMAT, alpha by depth", f"SMAT, alpha times {low:g} to {high:g} by depth",
+           replaced(smat, alpha_depth=(low, high))) for low, high in ((0.5, 1.5), (1.5, 0.5))),
+        ("SMAT, antithetic", "SMAT, antithetic draws", replaced(smat, antithetic=True)),
         *(("L2-SP", f"L2-SP, pull {pull:g}", L2sp(pull=pull)) for pull in (0.1, 1.0)),
         *(("Mixout", f"Mixout, p {p:g}", Mixout(drop_prob=p)) for p in (0.3, 0.7)),
         *(("SMAT climbing in both", f"SMAT climbing in both, rho {rho:g}", replaced(smat, climb="both", rho=rho))
