@@ -18,8 +18,8 @@ from smat_fn.folders.inputs.hub import push, push_problems
 from smat_fn.models import pretrained
 from smat_fn.scripts.merge import moe, streaming
 from smat_fn.scripts.merge.pushing import pushed
-from smat_fn.scripts.merge.recipe_resolve import resolve
 from smat_fn.scripts.merge.settings import Moe
+from smat_fn.scripts.recipes.resolve import resolve
 
 _spec = importlib.util.spec_from_file_location("small_hub", Path(__file__).with_name("small_hub.py"))
 small_hub = importlib.util.module_from_spec(_spec)

@@ -14,8 +14,8 @@ from ...suites import Suite
 from ...suites.suite import EncoderSuite
 from ...types import Batch
 from .. import outcome
+from ..recipes.places import sources_text
 from .card import CARD, card
-from .finished import sources_text
 from .inputs import Inputs, all_inputs, load_inputs
 from .merging import common_suite, sources_of
 from .settings import AdaMerging, OfRun, RegMeanPlus

@@ -11,7 +11,7 @@ import yaml
 from ...folders.inputs.hub import local_folder
 from ...folders.inputs.stacks import folders_of
 from ...merge import RANDOM
-from .recipe_write import folder_name
+from ..recipes.places import folder_name
 
 CARD = "README.md"
 _LICENSE = "license", "license_name", "license_link"  # of a model card's metadata

@@ -141,8 +141,8 @@ def _some(paths: Sequence[str]) -> str:
 def from_recipe(args: FromRecipe) -> None:
     """Merge, and print a summary."""
     from ...folders import chunk_of
+    from ..recipes.load import load
     from . import streaming
-    from .recipe import load
 
     part = streaming.chosen_part(args.part, dry_run=args.dry_run, push=args.push_to_hub)
     found = load(args.file, into=args.into, partial=args.partial)

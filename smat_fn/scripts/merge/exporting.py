@@ -14,11 +14,11 @@ from ...folders import Options, Report, local_folder, merge_folders, open_folder
 from ...folders.inputs.opening import Place
 from ...folders.inputs.reading import Folder
 from ...folders.multi_task import export_task, is_several, open_several
+from ..recipes.places import folder_name
 from .card import exported_card, licenses_of
 from .finished import hashes, texts
 from .inputs import manifest_of, model_names
 from .origin import key_of_base, origin_of
-from .recipe_write import folder_name
 from .streaming import leaves_of
 
 

@@ -11,8 +11,9 @@ from ...folders import Extracted, extract_lora
 from ...folders.extraction import files_read
 from ...folders.files import Hashing
 from ...folders.inputs.opening import open_input
+from ..recipes.places import sources_text
 from .adapters import base_of
-from .finished import hashes, other_facts, other_reads, sources_text, verify
+from .finished import hashes, other_facts, other_reads, verify
 from .inputs import manifest_of
 from .settings import ExtractLora
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from ... import __version__, checkpoint
 from ...folders.files import Hashing, digests
+from ..recipes.places import named, sources, sources_text
 from .card import CARD
 
 
@@ -123,23 +124,6 @@ def hashes(files: Sequence[Path], inputs: Mapping[str, Sequence[Path]], found: M
     }
 
 
-def named(files: Iterable[Path]) -> dict[str, Path]:
-    """The files of one input by name, with the names of so many of their folders as tell them from each other."""
-    files = sorted(files)
-    depth = next(d for d in range(1, 99) if len({file.parts[-d:] for file in files}) == len(files))
-    return {"/".join(file.parts[-depth:]): file for file in files}
-
-
-def sources_text(inputs: Mapping[str, Sequence[Path]], suite: Mapping[str, str]) -> str:
-    """`SOURCES`: where the inputs of a merge lie on this machine, which neither manifest nor model card says.
-
-    Args: suite: the folders of its suite, by option.
-    """
-    places = {label: {name: str(file.absolute()) for name, file in named(own).items()} for label, own in inputs.items()}
-    places |= {"suite": dict(suite)} if suite else {}
-    return json.dumps(places, indent=2) + "\n"
-
-
 def texts(
     manifest: Mapping[str, Any], card: Callable[[Mapping[str, Any]], str], inputs: Mapping[str, Sequence[Path]]
 ) -> dict[str, str]:
@@ -150,15 +134,6 @@ def texts(
         CARD: card(manifest),
         checkpoint.SOURCES: sources_text(inputs, places),
     }
-
-
-def sources(folder: Path) -> dict[str, dict[str, str]]:
-    """Where the inputs of a merge lie, by label and name; nothing where that is not known."""
-    try:
-        found: Any = json.loads((folder / checkpoint.SOURCES).read_text(encoding="utf-8"))
-        return {str(label): {str(name): str(file) for name, file in own.items()} for label, own in found.items()}
-    except (OSError, ValueError, AttributeError):
-        return {}
 
 
 def _malformed(manifest: Any) -> Iterator[str]:

@@ -23,7 +23,7 @@ from ...folders.inputs.statistics import of_other_labels, stale, without
 from ...merge.parts.inputs import Leaves, flat_statistics
 from ...merge.parts.per_expert import Weighted
 from ...merge.weighted_average import WeightedAverage
-from .recipe_write import folder_name
+from ..recipes.places import folder_name
 
 BY_TASK = ("templates", "data")  # options of suites that may be a mapping with a value for each task
 

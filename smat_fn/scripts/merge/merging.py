@@ -19,11 +19,12 @@ from ...folders.inputs.stacks import folders_of
 from ...folders.prepare import buffers_note, skip_notes
 from ...suites import Suite, describe_options, has_heads, load_suite
 from .. import outcome
+from ..recipes.own import written
+from ..recipes.places import sources_text
 from .card import CARD, card, licenses_of
 from .choosing import Merged, about, fingerprints, is_open, merge_one, sparsities, total, with_buffers
-from .finished import differences, is_merged, other_order, sources_text, verify
+from .finished import differences, is_merged, other_order, verify
 from .inputs import Inputs, depth_problems, facts_of, load_inputs, missing_of, read_statistics, value_for, with_tasks_of
-from .recipe_write import written
 from .snapshots import choose_snapshot
 from .whole_models import Part, lacking_problems, of_whole_models, own_dtype, part_of
 

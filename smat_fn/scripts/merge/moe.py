@@ -20,11 +20,12 @@ from ...folders.mixtures import Models, beside, merge_mixture, open_models
 from ...folders.prepare import out_dtypes
 from ...merge.around.mixture import random_rows, rows
 from .. import outcome
+from ..recipes.load import fields_of
+from ..recipes.places import folder_name, folders_beside, placed, placed_by_name
+from ..recipes.problems import DTYPES
 from .card import card, licenses_of
 from .finished import differences, hashes, other_inputs, texts
 from .inputs import facts_of, manifest_of, rewritten_meanwhile
-from .recipe import DTYPES, fields_of, folders_beside, placed
-from .recipe_write import folder_name, placed_by_name
 from .settings import Moe
 from .streaming import bytes_of, expert_prints, fingerprints_of
 

@@ -38,12 +38,13 @@ from ...folders.writing import Shard, exclusive
 from ...merge import lines_rules
 from ...merge.parts.masked import of_all_tasks
 from .. import outcome
+from ..recipes.own import BESIDE, OWN, written
+from ..recipes.places import placed_by_name
 from .card import card, licenses_of, rounding
 from .finished import differences, hashes, is_merged, other_inputs, seconds_to_hash, texts
 from .inputs import by_name, depth_problems, facts_of, manifest_of, mask_key, other_weights, rewritten_meanwhile
 from .origin import base_problems, name_problems
 from .pushing import pushed
-from .recipe_write import BESIDE, OWN, placed_by_name, written
 
 DONE = "already finished: its files and inputs match its model card"
 

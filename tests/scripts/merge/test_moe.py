@@ -17,7 +17,7 @@ from smat_fn.folders.mixtures import merge_mixture, open_models
 from smat_fn.merge.around.mixture import mixture, random_rows, rows
 from smat_fn.scripts.merge import moe, settings
 from smat_fn.scripts.merge.finished import verify
-from smat_fn.scripts.merge.recipe import load as load_recipe
+from smat_fn.scripts.recipes.load import load as load_recipe
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))

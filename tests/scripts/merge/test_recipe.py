@@ -20,8 +20,9 @@ from smat_fn.checkpoint import RECIPE
 from smat_fn.config import TaskArithmetic
 from smat_fn.scripts import entry
 from smat_fn.scripts.cli import spoken
-from smat_fn.scripts.merge import commands, exporting, recipe_resolve, settings, streaming
-from smat_fn.scripts.merge.recipe import load
+from smat_fn.scripts.merge import commands, exporting, settings, streaming
+from smat_fn.scripts.recipes import resolve
+from smat_fn.scripts.recipes.load import load
 
 GOLDEN = Path(__file__).parent / "golden"
 _spec = importlib.util.spec_from_file_location("make_recipes", GOLDEN.parent / "make_recipes.py")
@@ -526,10 +527,10 @@ def test_merging_by_token_is_advised_where_a_recipe_does_not_ask_for_it(models, 
 def test_gradients_run_over_each_list_of_layers():
     counts = {"encoder": 5, "decoder": 3, "once": 1}
     paths = [f"{part}.layers.{i}.w" for part, count in counts.items() for i in range(count)]
-    found = {path: spot.t for path, spot in recipe_resolve._whole_spots([*paths, "head"]).items()}
+    found = {path: spot.t for path, spot in resolve._whole_spots([*paths, "head"]).items()}
     assert [*found.values()] == [0, 0.25, 0.5, 0.75, 1, 0, 0.5, 1, 1, 0]
     paths = [f"model.layers.{i}.mlp.w" for i in range(3)] + ["visual.merger.mlp.0.weight", "visual.merger.mlp.2.weight"]
-    found = {path: spot.t for path, spot in recipe_resolve._whole_spots(paths).items()}
+    found = {path: spot.t for path, spot in resolve._whole_spots(paths).items()}
     assert [*found.values()] == [0, 0.5, 1, 0, 0]
 
 

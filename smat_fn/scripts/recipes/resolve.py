@@ -15,22 +15,12 @@ from ...folders.inputs.opening import key_of, open_input
 from ...folders.inputs.side_files import TOKENIZER, files_of
 from ...folders.inputs.stacks import Part, adapted_by, is_first, layer_of, layers_of, stack_of
 from ...where import blocks_of, unet_problems
-from .recipe_methods import METHODS, Method, Resolved, nuslerp_alone, values_of
-from .recipe_templates import NOTES, TEMPLATES
-from .recipe_write import folder_name
+from .methods import METHODS, Method, Resolved, nuslerp_alone, values_of
+from .own import Recipe
+from .places import folder_name
+from .templates import NOTES, TEMPLATES
 
 DEFAULTS = {"weight": 1.0, "density": 1.0, "gamma": 0.01, "epsilon": 0.15, "scale": 1.0}  # mergekit's, of some leaves
-
-
-class Recipe(NamedTuple):
-    """A merge that a file describes."""
-
-    config: MergerConfig
-    base: Path
-    experts: dict[str, Path]
-    coef: Mapping[str, float] | None  # γ by leaf, instead of the configuration's
-    options: dict[str, Any]  # seed, semantics and those of `folders.Options` that the file names
-    notes: tuple[str, ...] = ()
 
 
 class Source(NamedTuple):

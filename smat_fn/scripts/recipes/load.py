@@ -1,0 +1,71 @@
+"""Read a merge from a file: mergekit's YAML as options of smat_fn's mergers, or recipe.yml.
+
+What a recipe asks for and no merger here does is refused by the name of its field, all of it at once.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ... import errors
+from .forms import plain
+from .own import Recipe, read_own
+from .problems import foreign_file, recipe_problems
+from .resolve import resolve
+
+
+class Fields(yaml.SafeLoader):
+    """YAML without fields that are given twice, of which PyYAML silently takes the last."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        """Raises: yaml.YAMLError for a field that is given twice."""
+        node = super().compose_mapping_node(anchor)
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        if twice := [name for place, name in enumerate(names) if name in names[:place]]:
+            raise yaml.MarkedYAMLError(problem=f"{twice[0]} is given twice", problem_mark=node.start_mark)
+        return node
+
+
+def fields_of(file: Path, kind: str) -> dict[str, Any]:
+    """The fields of a YAML file. Raises: ValueError that names the file for one that cannot be read as such."""
+    try:
+        found = yaml.load(file.read_text(encoding="utf-8"), Fields)
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read ({error.strerror}): give {kind}") from error
+    except (ValueError, yaml.YAMLError) as error:
+        if "found another document" in str(error):
+            raise ValueError(
+                f"{file} holds several documents: write each to its own file, merge them in their order, and give the "
+                "output folder of each, OUT/MERGER, where a later one names it"
+            ) from error
+        raise ValueError(f"{file} cannot be read as YAML ({' '.join(str(error).split())})") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds a {type(found).__name__}, must be the fields of {kind}")
+    return found
+
+
+def load(file: Path, *, into: str | None = None, partial: bool = False) -> Recipe:
+    """The merge that a file describes, in mergekit's format or in that of `own.written`.
+
+    Args: into: the model whose language model is merged (`folders.Options`), so that models differ in their names;
+        partial: models may lack leaves of base.
+    Raises: ValueError that lists every field that is unknown, malformed, or asks for what no merger here does; no
+        model is looked at before.
+    """
+    found = fields_of(file, "a recipe")
+    if "merger" in found:
+        return read_own(found, file)
+    if foreign := foreign_file(found, file):
+        raise ValueError(foreign)
+    notes = list[str]()
+    try:
+        found = plain(found, notes)
+    except RecursionError:
+        raise ValueError(f"{file}: an alias (*name) is a part of what it stands for (&name): leave it out") from None
+    try:
+        errors.raise_problems(list(recipe_problems(found)))
+        recipe = resolve(found, inside=into is not None, partial=partial)
+        return recipe._replace(notes=(*notes, *recipe.notes))
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
