@@ -16,6 +16,7 @@ from smat_fn import analyses, checkpoint, merge, tree
 from smat_fn.config import DIGITS, Training
 from smat_fn.scripts.analyse import weights
 from smat_fn.scripts.merge import merging
+from smat_fn.scripts.merge import suite as scoring
 from smat_fn.scripts.merge.inputs import find_inputs, load_inputs
 from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.training import train_run
@@ -116,7 +117,7 @@ def test_experts_curve_takes_coefficients_and_searches_where_there_is_none(runs,
     checkpoint.write_text(other / checkpoint.MANIFEST, json.dumps(manifest))
     assert call("experts-curve", bare, "--out", tmp_path / "found", "--memory", "0")[0] is None
     inputs = load_inputs(*find_inputs(bare))
-    suite, vector = merging.common_suite(inputs, {}), merge.task_arithmetic_vector(inputs.base, inputs.experts)
+    suite, vector = scoring.common_suite(inputs, {}), merge.task_arithmetic_vector(inputs.base, inputs.experts)
     best = merge.select_coef(
         inputs.base, vector, lambda params: sum(suite.score(params, task, "dev") for task in TASKS)
     ).best

@@ -17,7 +17,7 @@ from ...suites import Suite
 from ...types import Params
 from ..merge.choosing import merge_one
 from ..merge.inputs import Inputs, find_inputs, like_base, load_inputs, manifest_of, mask_key, trained_by, unreplaced
-from ..merge.merging import common_suite
+from ..merge.suite import common_suite
 
 
 class Run(NamedTuple):

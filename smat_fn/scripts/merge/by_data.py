@@ -17,9 +17,10 @@ from .. import outcome
 from ..recipes.places import sources_text
 from .card import CARD, card
 from .inputs import Inputs, all_inputs, load_inputs
-from .merging import common_suite, sources_of
+from .merging import sources_of
 from .settings import AdaMerging, OfRun, RegMeanPlus
 from .statistics import batches_of, digest, length, without_padding
+from .suite import common_suite
 
 
 def adapt(asked: AdaMerging) -> Iterator[str]:

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ... import checkpoint, errors, merge, random, tree
 from ...config import MergerConfig, Ties, settings
@@ -17,16 +17,16 @@ from ...evaluate.scoring import shares_note
 from ...folders import SHARD_SIZE
 from ...folders.inputs.stacks import folders_of
 from ...folders.prepare import buffers_note, skip_notes
-from ...suites import Suite, describe_options, has_heads, load_suite
+from ...suites import Suite, has_heads
 from .. import outcome
 from ..recipes.own import written
 from ..recipes.places import sources_text
 from .card import CARD, card, licenses_of
 from .choosing import Merged, about, fingerprints, is_open, merge_one, sparsities, total, with_buffers
 from .finished import differences, is_merged, other_order, verify
-from .inputs import Inputs, depth_problems, facts_of, load_inputs, missing_of, read_statistics, value_for, with_tasks_of
+from .inputs import Inputs, depth_problems, facts_of, load_inputs, missing_of, read_statistics
 from .snapshots import choose_snapshot
-from .whole_models import Part, lacking_problems, of_whole_models, own_dtype, part_of
+from .suite import common_suite, of_base
 
 SAME = "all experts equal the base: the merged model is the base, train longer or give other experts"
 # facts that tell merges apart
@@ -79,69 +79,112 @@ def merge_run(
     Returns: merged models by folder.
     Raises: ValueError that lists all problems of inputs, options and outputs before any merging.
     """
-    problems, sources, names = list[str](), dict[str, Any](), [str(place) for place in range(max(1, len(experts)))]
-    early = _early_problems([out / config.name for config in configs], coefs, overwrite=overwrite)
-    with errors.collected(problems):
-        implied = _of_base(implied, base)
-        named = {**implied, **options}.get("name")
-        based, heads = any(config.based for config in configs), named is not None and has_heads(named)
-        inputs = load_inputs(base, experts, heads=heads, based=based)._replace(lines=lines)
-        names, scored_by = list(inputs.experts), (search or calibration) and not early  # a suite takes long to load
-        suite = common_suite(inputs, options, implied=implied, whole=True) if scored_by else None
-        sources = sources_of(base, experts, inputs, seed, suite)
-    problems = [*early, *_option_problems(configs, names, search, calibration), *problems]
-    if lines is not None:
-        problems += depth_problems(configs, lines)
-        problems += problems_of(lambda: merge.lines_coefs(inputs.base, low=0.0, high=1.0)) if sources else []
-    asked = {"search": search, "suite": dict(options), **({"widen": True} if widen else {})}
-    asked |= {} if lines is None else {"lines": list(lines)}
-    scored: dict[str, Any] = {}
-    if sources and suite is not None and suite.content is not None:
-        scored = {"dev_content": {task: suite.content(task, "dev") for task in names}}
-    facts = dict[str, dict[str, Any]]()
-    for config in configs:
-        own: dict[str, Any] = {"settings": settings(config), "calibration": calibration.get(config.name)}
-        tried = coefs or (config.grid if search and config.grid != merge.COEFS else ())
-        own |= {"coefs": sorted(tried)} if tried else {}
-        own |= {"sweeps": sweeps} if sweeps else {}
-        own |= {"snapshots": _prints(snapshots)} if snapshots else {}
-        if sources and config.statistics() is not None:
-            with errors.collected(problems):
-                own["statistics"] = fingerprints(read_statistics(config, inputs) or {})
-                errors.raise_problems(missing_of(config, snapshots))
-        facts[config.name] = {"merger": config.name, "asked": own | asked, **sources, **scored}
-    kept = {} if overwrite or early else _finished(out, facts, problems)
-    errors.raise_problems(list(dict.fromkeys(problems)))
-    sizes = merge.norms(inputs.base, inputs.experts) if len(kept) < len(configs) else {}
-    note = merge.unequal(sizes) if any(sizes.values()) else SAME if sizes else ""
-    for said in suite.notes if suite is not None and len(kept) < len(configs) else ():
-        report(f"note: {said}")
+    asked = Request(
+        configs, base, experts, out, search, calibration, seed, overwrite, options, implied, coefs, widen, snapshots,
+        sweeps, lines,
+    )  # fmt: skip
+    inputs, suite, facts, kept = _checked(asked)
+    note = ""
+    if len(kept) < len(configs):
+        sizes = merge.norms(inputs.base, inputs.experts)
+        note = merge.unequal(sizes) if any(sizes.values()) else SAME
+        for said in suite.notes if suite is not None else ():
+            report(f"note: {said}")
     with score_bar() as bar:
         scorer = None if suite is None else Scorer(suite, Records(out), about=about(inputs), bar=bar)
         for config in configs:
             if (folder := out / config.name) not in kept:
-                at = calibration.get(config.name)
-                merge_at = partial(
-                    merge_one, config, seed=seed, coefs=coefs, widen=widen, calibration=at, sweeps=sweeps
-                )
-                chosen, merged_of = dict[str, Any](), inputs
-                if snapshots:
-                    assert scorer is not None
-                    merge_scored = partial(_merge_then, merge_at, scorer)
-                    kept[folder], merged_of, chosen = choose_snapshot(base, snapshots, inputs, merge_scored)
-                    kept[folder] = kept[folder]._replace(snapshot=chosen["index"])
-                else:
-                    kept[folder] = merge_at(inputs, scorer=scorer)
-                notes = [*merged_of.notes, *notes_of(config, merged_of)]
-                notes += [note if config.based else "", tied(kept[folder]), shares_note(kept[folder].dev.values())]
-                kept[folder] = kept[folder]._replace(notes=tuple(filter(None, notes)))
-                own = facts[config.name]
-                if chosen:
-                    own |= sources_of(base, snapshots[chosen["index"]], merged_of, seed, suite) | {"snapshot": chosen}
-                _write(folder, config, kept[folder], base, merged_of, overwrite=overwrite, facts=own)
+                kept[folder] = _merged(config, asked, inputs, scorer, note=note, facts=facts[config.name])
             for line in summary({folder: kept[folder]}):
                 report(line)
     return {out / config.name: kept[out / config.name] for config in configs}
+
+
+class Request(NamedTuple):
+    """The arguments of `merge_run`."""
+
+    configs: Sequence[MergerConfig]
+    base: Path
+    experts: Sequence[Path]
+    out: Path
+    search: bool
+    calibration: Mapping[str, float]
+    seed: int
+    overwrite: bool
+    options: Mapping[str, Any]
+    implied: Mapping[str, Any]
+    coefs: Sequence[float]
+    widen: bool
+    snapshots: Mapping[int, Sequence[Path]]
+    sweeps: int
+    lines: tuple[float, float] | None
+
+    def of(self, config: MergerConfig) -> dict[str, Any]:
+        """What is asked of one merger, as its manifest has it."""
+        own: dict[str, Any] = {"settings": settings(config), "calibration": self.calibration.get(config.name)}
+        tried = self.coefs or (config.grid if self.search and config.grid != merge.COEFS else ())
+        own |= {"coefs": sorted(tried)} if tried else {}
+        own |= {"sweeps": self.sweeps} if self.sweeps else {}
+        own |= {"snapshots": _prints(self.snapshots)} if self.snapshots else {}
+        own |= {"search": self.search, "suite": dict(self.options), **({"widen": True} if self.widen else {})}
+        return own | ({} if self.lines is None else {"lines": list(self.lines)})
+
+
+def _checked(asked: Request) -> tuple[Inputs, Suite | None, dict[str, dict[str, Any]], dict[Path, Merged]]:
+    """Inputs, the suite that scores, the facts of each merger, and merged models that are there already.
+
+    Raises: ValueError that lists all problems of inputs, options and outputs.
+    """
+    base, experts, configs, lines = asked.base, asked.experts, asked.configs, asked.lines
+    problems, sources, names = list[str](), dict[str, Any](), [str(place) for place in range(max(1, len(experts)))]
+    early = _early_problems([asked.out / c.name for c in configs], asked.coefs, overwrite=asked.overwrite)
+    with errors.collected(problems):
+        implied = of_base(asked.implied, base)
+        named = {**implied, **asked.options}.get("name")
+        based, heads = any(config.based for config in configs), named is not None and has_heads(named)
+        inputs = load_inputs(base, experts, heads=heads, based=based)._replace(lines=lines)
+        names, scored = list(inputs.experts), (asked.search or asked.calibration) and not early  # suites load slowly
+        suite = common_suite(inputs, asked.options, implied=implied, whole=True) if scored else None
+        sources = sources_of(base, experts, inputs, asked.seed, suite)
+    problems = [*early, *_option_problems(configs, names, asked.search, asked.calibration), *problems]
+    if lines is not None:
+        problems += depth_problems(configs, lines)
+        problems += problems_of(lambda: merge.lines_coefs(inputs.base, low=0.0, high=1.0)) if sources else []
+    if sources and suite is not None and suite.content is not None:
+        sources |= {"dev_content": {task: suite.content(task, "dev") for task in names}}
+    facts = dict[str, dict[str, Any]]()
+    for config in configs:
+        own = asked.of(config)
+        if sources and config.statistics() is not None:
+            with errors.collected(problems):
+                own["statistics"] = fingerprints(read_statistics(config, inputs) or {})
+                errors.raise_problems(missing_of(config, asked.snapshots))
+        facts[config.name] = {"merger": config.name, "asked": own, **sources}
+    kept = {} if asked.overwrite or early else _finished(asked.out, facts, problems)
+    errors.raise_problems(list(dict.fromkeys(problems)))
+    return inputs, suite, facts, kept
+
+
+def _merged(
+    config: MergerConfig, asked: Request, inputs: Inputs, scorer: Scorer | None, *, note: str, facts: dict[str, Any]
+) -> Merged:
+    """The model of one merger, in its folder. Args: note: on all experts; facts: of its manifest."""
+    merge_at = partial(
+        merge_one, config, seed=asked.seed, coefs=asked.coefs, widen=asked.widen,
+        calibration=asked.calibration.get(config.name), sweeps=asked.sweeps,
+    )  # fmt: skip
+    if asked.snapshots:
+        assert scorer is not None
+        merge_scored = partial(_merge_then, merge_at, scorer)
+        model, inputs, chosen = choose_snapshot(asked.base, asked.snapshots, inputs, merge_scored)
+        model, folders = model._replace(snapshot=chosen["index"]), asked.snapshots[chosen["index"]]
+        facts |= sources_of(asked.base, folders, inputs, asked.seed, scorer.suite) | {"snapshot": chosen}
+    else:
+        model = merge_at(inputs, scorer=scorer)
+    notes = [*inputs.notes, *notes_of(config, inputs), note if config.based else "", tied(model)]
+    model = model._replace(notes=tuple(filter(None, [*notes, shares_note(model.dev.values())])))
+    _write(asked.out / config.name, config, model, asked.base, inputs, overwrite=asked.overwrite, facts=facts)
+    return model
 
 
 def notes_of(config: MergerConfig, inputs: Inputs) -> list[str]:
@@ -279,113 +322,6 @@ def _other_rows(folder: Path, content: Mapping[str, str]) -> list[str]:
     if not changed:
         return []
     return [f"the dev rows of {', '.join(changed)}, or the tokenizer, device or version that scores them, changed"]
-
-
-def common_suite(
-    inputs: Inputs,
-    options: Mapping[str, Any],
-    *,
-    known: Suite | None = None,
-    implied: Mapping[str, Any] = MappingProxyType({}),
-    whole: bool = False,
-) -> Suite:
-    """The suite of `suite_and_part`. With ``whole`` it may train a part of base: then it scores whole models."""
-    suite, part = suite_and_part(inputs, options, known=known, implied=implied, whole=whole, preset=whole)
-    return suite if part is None else of_whole_models(suite, part)
-
-
-def suite_and_part(
-    inputs: Inputs,
-    options: Mapping[str, Any],
-    *,
-    known: Suite | None = None,
-    implied: Mapping[str, Any] = MappingProxyType({}),
-    whole: bool = True,
-    preset: bool = False,
-) -> tuple[Suite, Part | None]:
-    """The suite that all experts were trained on, with some options changed, and which part of base it trains.
-
-    Where no expert names one, it is the implied one. Its dtype is that of base unless it is given.
-
-    Args:
-        known: the suite, already loaded.
-        whole: it may train a part of base; else, and where it trains all of base, the part is None.
-        preset: the command has --preset, which an error may advise.
-
-    Raises: ValueError that lists experts of no suite and of another than the first; for a suite of another base.
-    """
-    # experts that are not of train.py follow the others, or the options
-    recipes = {task: manifest.get("suite") for task, manifest in inputs.manifests.items() if manifest}
-    other = options.get("name", implied.get("name")) != implied.get("name")
-    asked = {"seed": 0, **({} if other else implied)} if implied or "name" in options else None
-    first = with_tasks_of(recipes.values()) or asked
-    problems = _suite_problems(recipes, first, options, searched=preset)
-    errors.raise_problems(problems)
-    assert first is not None
-    asked = {**first, **own_dtype({**first, **options}.get("name"), inputs.base), **options}
-    suite = known or load_suite(**asked)
-    errors.raise_problems(
-        [
-            f"expert {task!r} has no task of suite {suite.name!r}: name it as its task, NAME=FOLDER, of "
-            f"{', '.join(suite.tasks)}"
-            for task in inputs.experts
-            if task not in suite.tasks
-        ]
-    )
-    scores_whole = whole and not recipes and "model" in suite.recipe and suite.base.keys() != inputs.base.keys()
-    part = part_of(suite, inputs.base) if scores_whole else None
-    trained = inputs.base if part is None else part.of(inputs.base)
-    if not checkpoint.same(suite.base, trained):
-        raise ValueError(
-            f"suite {suite.name!r} gives another base here than the experts': train again with these versions, or, of "
-            "experts that train.py did not make, give their own base and its dtype as --suite-options model, dtype"
-        )
-    for name, path in inputs.places.items():
-        problems += lacking_problems(str(path), inputs.stand_ins.get(name, ()), suite, part)
-    if part is not None:
-        for name, leaves in inputs.experts.items():
-            problems += problems_of(part.check, f"expert {name!r}", leaves)
-    errors.raise_problems(problems)
-    return suite, part
-
-
-OF_OTHERS = (  # a suite, for commands without --preset
-    "--suite-options name NAME model BASE data DATA, NAME trace (texts), short_text or clip8 (images), and name each "
-    "expert after its task, TASK=FOLDER"
-)
-
-
-def _suite_problems(
-    recipes: Mapping[str, Mapping[str, Any] | None],
-    first: Mapping[str, Any] | None,
-    options: Mapping[str, Any],
-    *,
-    searched: bool,
-) -> list[str]:
-    """Errors for experts of no suite, and of another than the first."""
-    problems = [f"expert {task!r} names no suite" for task, r in recipes.items() if not r]
-    problems += [
-        f"expert {task!r} is of another suite than the first ({', '.join(differ)}): --data and --suite-options set one "
-        "for all"
-        for task, r in recipes.items()
-        if r and first and (differ := _unlike({**first, **options}, {**r, **options}, task))
-    ]
-    if first is None and not recipes:
-        preset = "--preset lm, text or images with --data DATA, and name each expert after its task, TASK=FOLDER"
-        problems.append(f"no expert names a suite: pass {preset if searched else OF_OTHERS}")
-    return problems
-
-
-def _unlike(first: Mapping[str, Any], other: Mapping[str, Any], task: str) -> list[str]:
-    """The options in which two recipes of suites differ, but for tasks, and for what they say of other tasks."""
-    both = {name: [value_for(task, name, r) for r in (first, other)] for name in dict.fromkeys((*first, *other))}
-    return [f"{name} {b}, of the first {a}" for name, (a, b) in both.items() if name != "tasks" and a != b]
-
-
-def _of_base(implied: Mapping[str, Any], base: Path) -> dict[str, Any]:
-    """An implied suite, if it has a model, with that of base."""
-    has = "name" in implied and "model" in describe_options(implied["name"])
-    return {**implied, **({"model": str(base)} if has else {})}
 
 
 def sources_of(base: Path, experts: Sequence[Path], inputs: Inputs, seed: int, suite: Suite | None) -> dict[str, Any]:

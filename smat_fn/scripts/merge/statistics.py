@@ -20,8 +20,8 @@ from ...suites.suite import EncoderSuite
 from ...types import Batch, Micro
 from .. import outcome
 from .inputs import find_inputs, like_base, load_inputs, manifest_of, named, value_for
-from .merging import OF_OTHERS, suite_and_part
 from .settings import Statistics
+from .suite import OF_OTHERS, suite_and_part
 from .whole_models import Part
 
 _ELSEWHERE = "model", "data", "tasks"  # of a suite's recipe: what the weights and the digest of the rows say

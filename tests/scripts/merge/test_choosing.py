@@ -13,7 +13,8 @@ from smat_fn import checkpoint, merge, random
 from smat_fn.config import DIGITS, Dare, TaskArithmetic, Ties, WeightAverage
 from smat_fn.evaluate import Scorer
 from smat_fn.merge.parts import chunks
-from smat_fn.scripts.merge import choosing, merging
+from smat_fn.scripts.merge import choosing
+from smat_fn.scripts.merge import suite as scoring
 from smat_fn.scripts.merge.choosing import Models, Tried, calibrate, merge_one, total
 from smat_fn.scripts.merge.inputs import Inputs, find_inputs, load_inputs
 from smat_fn.scripts.merge.merging import merge_run
@@ -40,7 +41,7 @@ def counted(suite, monkeypatch):
         state.calls.append((checkpoint.fingerprint(params), task, split))
         return suite.score(params, task, split)
 
-    monkeypatch.setattr(merging, "load_suite", lambda **recipe: suite.replace(score=score))
+    monkeypatch.setattr(scoring, "load_suite", lambda **recipe: suite.replace(score=score))
     return state
 
 

@@ -35,6 +35,7 @@ from smat_fn.folders.inputs.opening import read_inputs
 from smat_fn.scripts.analyse import scores
 from smat_fn.scripts.analyse.runs import Run, merged_params
 from smat_fn.scripts.merge import commands, merging, settings, streaming
+from smat_fn.scripts.merge import suite as suite_of
 from smat_fn.scripts.merge.choosing import Merged, calibrate, merge_one
 from smat_fn.scripts.merge.inputs import Inputs, find_inputs, load_inputs, trained_by
 from smat_fn.scripts.merge.merging import merge_run, notes_of, summary, tied
@@ -150,7 +151,7 @@ def test_search_takes_the_largest_mean_and_the_smaller_of_equal_coefficients(sui
 
 
 def test_a_given_coefficient_needs_neither_suite_nor_scores(runs, tmp_path, monkeypatch):
-    monkeypatch.setattr(merging, "load_suite", lambda **recipe: pytest.fail("the suite is not needed"))
+    monkeypatch.setattr(suite_of, "load_suite", lambda **recipe: pytest.fail("the suite is not needed"))
     configs = [WeightAverage(), TA]
     done = merge_run(configs, *find_inputs(runs["ft"]), out=tmp_path, search=False, seed=0)
     assert [(model.coef, model.dev, model.curve) for model in done.values()] == [(None, {}, ()), (0.3, {}, ())]
@@ -295,7 +296,7 @@ def test_a_search_tries_the_coefficients_that_it_is_told(runs, tmp_path, monkeyp
     assert kept.kept
     with pytest.raises(ValueError, match="ta holds another merge: its asked"):
         merge_run([TaskArithmetic()], *find_inputs(runs["ft"]), **given)
-    monkeypatch.setattr(merging, "load_suite", None)  # what it does not decide is an error before it is loaded
+    monkeypatch.setattr(suite_of, "load_suite", None)  # what it does not decide is an error before it is loaded
     (tmp_path / "ties").mkdir()
     with pytest.raises(ValueError, match=r"^[^;]*ties exists[^;]*$"):
         merge_run([Ties(keep=0.5, aggregate="sum", scope="global")], *find_inputs(runs["ft"]), **given)
@@ -350,7 +351,7 @@ def test_a_search_needs_one_suite_for_all_experts_and_its_base(runs, suite, tmp_
     with pytest.raises(ValueError, match=r"'bare' names no suite.*'other' is of another suite"):
         merge_run([TA], runs["ft"] / "base", experts, out=tmp_path / "out", search=True, seed=0)
     moved = suite.replace(base={path: leaf + 1 for path, leaf in suite.base.items()})
-    monkeypatch.setattr(merging, "load_suite", lambda **recipe: moved)
+    monkeypatch.setattr(suite_of, "load_suite", lambda **recipe: moved)
     with pytest.raises(ValueError, match="gives another base here than the experts'"):
         merge_run([TA], *find_inputs(runs["ft"]), out=tmp_path / "out", search=True, seed=0)
     assert not (tmp_path / "out").exists()
@@ -523,7 +524,7 @@ def test_analyses_score_experts_in_the_dtypes_of_base(suite):
 
 def test_a_search_on_edited_dev_rows_is_another_one(runs, suite, tmp_path, monkeypatch):
     rows = {"rot90": "1", "mirror": "1"}
-    monkeypatch.setattr(merging, "load_suite", lambda **_: suite.replace(content=lambda task, split: rows[task]))
+    monkeypatch.setattr(suite_of, "load_suite", lambda **_: suite.replace(content=lambda task, split: rows[task]))
     inputs = runs["ft"] / "base", [runs["ft"] / task for task in rows]
 
     def search(**options):

@@ -8,6 +8,7 @@ import torch
 from smat_fn.config import Dare, TaskArithmetic
 from smat_fn.evaluate import Scorer
 from smat_fn.scripts.merge import merging
+from smat_fn.scripts.merge import suite as scoring
 from smat_fn.scripts.merge.choosing import calibrate, merge_one, rerank
 from smat_fn.scripts.merge.inputs import Inputs, find_inputs
 
@@ -122,7 +123,7 @@ def test_calibration_on_a_sampling_suite_is_in_two_stages(suite, inputs):
 
 def test_the_card_and_manifest_tell_both_stages(runs, suite, tmp_path, monkeypatch):
     sampled = suite.replace(repeats={"mirror": 2}, score_once=lambda params, task, split, repeat: 10.0 + repeat)
-    monkeypatch.setattr(merging, "load_suite", lambda **recipe: sampled)
+    monkeypatch.setattr(scoring, "load_suite", lambda **recipe: sampled)
     inputs = find_inputs(runs["ft"])
     (model,) = merging.merge_run([TaskArithmetic()], *inputs, out=tmp_path, search=True, seed=0).values()
     assert model.finals == ((0.1, 10.125), (0.2, 10.125))
