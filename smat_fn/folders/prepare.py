@@ -1,7 +1,7 @@
 """Checks of a merge of folders before any work."""
 
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal, TypeAlias, TypedDict, get_args
@@ -89,30 +89,24 @@ def prepare(
     into: str | None = None,
 ) -> tuple[Job, list[Shard]]:
     """The job and the files of its output. Raises: ValueError that lists every problem of options and headers."""
-    sizes = {"shard_size": shard_size, "workers": workers, "pad_to_multiple_of": pad_to_multiple_of}
-    sizes |= {} if chunk is None else {"chunk": chunk}
     if not isinstance(config, Merger):
         raise ValueError(f"config is {config!r}, must be the options of a merger, such as Ties(coef=0.4, keep=0.2)")
     if not isinstance(experts, Mapping):
         raise ValueError(f"experts is a {type(experts).__name__}: give a mapping {{name: folder}}")
-    problems = [text for name, value in sizes.items() for text in count_problem(name, value)]
-    problems += problems_of(check_member, "heads", heads, ("error", "keep"))
-    problems += problems_of(check_member, "token_rows", token_rows, get_args(TokenRows))
-    flags = {"overwrite": overwrite, "partial": partial}
-    problems += [
-        f"{name} is {value!r}, must be True or False" for name, value in flags.items() if type(value) is not bool
-    ]
-    problems += problems_of(out_dtypes, out_dtype)
-    problems += _device_problems(device)
+    sizes = {"shard_size": shard_size, "workers": workers, "pad_to_multiple_of": pad_to_multiple_of}
+    problems = _value_problems(
+        sizes=sizes if chunk is None else {**sizes, "chunk": chunk},
+        flags={"overwrite": overwrite, "partial": partial},
+        members={"heads": (heads, ("error", "keep")), "token_rows": (token_rows, get_args(TokenRows))},
+    )
+    problems += [*problems_of(out_dtypes, out_dtype), *_device_problems(device)]
     if tokenizer_from is None and (tokens or pad_to_multiple_of > 1):
         problems.append("tokens and pad_to_multiple_of require tokenizer_from")
     if into is not None:
         others = {"config_from": config_from, "tokenizer_from": tokenizer_from, "partial": partial}
         # the most frequent template is that of the text models, which has no place for images
         others |= {"heads='keep'": heads == "keep", "chat_template='auto'": chat_template == "auto"}
-        problems += [f"`{name}` is not available with `into`: leave one out" for name, given in others.items() if given]
-        if config.statistics() is not None:
-            problems.append(f"{config.name} is not available with `into`: its statistics are of whole models")
+        problems += _into_problems(config, [name for name, asked in others.items() if asked])
     rules = getattr(config, "coef", None) if coef is None else coef
     problems += _merger_problems(config, list(experts), rules, key)
     problems += place_problems(out, (base, *experts.values()), overwrite=overwrite)
@@ -139,24 +133,15 @@ def prepare(
             found = with_statistics(kind, start, experts, found, problems)
     errors.raise_problems(problems)
     assert start is not None
-    notes += strangers(start, found)
-    if config.based:
-        own_base = [name for name, path in experts.items() if os.path.realpath(path) == os.path.realpath(base)]
-        notes += [f"expert {name!r} is base itself: its task vector is 0" for name in own_base]
     coefs = {} if rules is None else coefs_of(floating, rules)
     masks = key if config.random else None
-    place = torch.device(device)
-    if place.type == "cuda" and place.index is None:  # tensors say cuda:0, which does not equal cuda
-        place = torch.device("cuda", torch.cuda.current_device())
+    place = _place(device)
     each = max(1, (usual_chunk(place) if chunk is None else chunk) // workers)
     read = seen(start, *found.values())
     other = frozenset[str]() if config.based else unlike(start, found.values(), each)
-    if other:
-        notes.append(buffers_note(other))
+    notes += [*strangers(start, found), *([buffers_note(other)] if other else [])]
     if config.based:
-        differing = unlike(start, (start, *found.values()), each)
-        apart = {path for path in differing if not path.endswith("num_batches_tracked")}  # of every training
-        notes += [buffers_note(apart, "differs from base's in an expert")] if apart else []
+        notes += _base_notes(base, experts, start, found, each)
     metadata = copied_metadata(base, start.within or start, notes)
     rest = tuple(notes), workers, other, read, files
     job = Job(config, coefs, masks, start, found, _OUT[out_dtype], each, place, Scratch(), *rest)
@@ -164,6 +149,43 @@ def prepare(
     if start.root.is_file():
         shard_size = max(shard_size, sum(leaf.nbytes for leaf in like.values()))  # as base, whose readers read one file
     return job, layout(like, shard_size, start.outputs, metadata)
+
+
+def _value_problems(
+    *, sizes: Mapping[str, int], flags: Mapping[str, bool], members: Mapping[str, tuple[str, Sequence[str]]]
+) -> list[str]:
+    """Errors for counts below 1, for flags of another type, and for names that are not among the known ones."""
+    return [
+        *(text for name, value in sizes.items() for text in count_problem(name, value)),
+        *(text for name, (value, known) in members.items() for text in problems_of(check_member, name, value, known)),
+        *(f"{name} is {value!r}, must be True or False" for name, value in flags.items() if type(value) is not bool),
+    ]
+
+
+def _into_problems(config: Merger, others: Iterable[str]) -> list[str]:
+    """Errors for what a merge into a part of a larger model does not have. Args: others: options that are given."""
+    problems = [f"`{name}` is not available with `into`: leave one out" for name in others]
+    if config.statistics() is not None:
+        problems.append(f"{config.name} is not available with `into`: its statistics are of whole models")
+    return problems
+
+
+def _base_notes(
+    base: Path, experts: Mapping[str, Path], start: Folder, found: Mapping[str, Folder], chunk: int
+) -> list[str]:
+    """Notes on an expert that is base itself, and on buffers of experts that the merged model does not have."""
+    own = [name for name, path in experts.items() if os.path.realpath(path) == os.path.realpath(base)]
+    notes = [f"expert {name!r} is base itself: its task vector is 0" for name in own]
+    differing = unlike(start, (start, *found.values()), chunk)
+    apart = {path for path in differing if not path.endswith("num_batches_tracked")}  # of every training
+    return notes + ([buffers_note(apart, "differs from base's in an expert")] if apart else [])
+
+
+def _place(device: str) -> torch.device:
+    """The device of a name, with its number: tensors say cuda:0, which does not equal cuda."""
+    place = torch.device(device)
+    first = place.type == "cuda" and place.index is None
+    return torch.device("cuda", torch.cuda.current_device()) if first else place
 
 
 def out_dtypes(name: str) -> torch.dtype | None:
