@@ -161,8 +161,8 @@ def stretched(suite: Suite, params: Leaves) -> Model:
     coefs = RegMean.grid
     for _ in range(WIDER + 1):
         best = merge.choose(coefs, lambda coef: fmean(dev(coef).values())).best
-        edge = merge.edge_of(best, coefs)
+        edge = merge.grid_edge(best, coefs)
         if not edge or len(coefs) == len(RegMean.grid) + WIDER:
             break
-        coefs = tuple(sorted((*coefs, merge.beyond(coefs, edge))))
+        coefs = tuple(sorted((*coefs, merge.next_coef(coefs, edge))))
     return Model(merge.apply_vector(base, vector, coef=best), dev(best), best, {"edge": edge})

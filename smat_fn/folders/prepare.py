@@ -14,7 +14,7 @@ from ..errors import check_member, count_problem, problems_of
 from ..merge.parts.coefs import Rules, coefs_of, matches
 from ..merge.parts.inputs import coef_problems, of_two_dtypes
 from ..merge.parts.merger import Merger
-from ..merge.registry import tried
+from ..merge.registry import check_options
 from .inputs.config_source import TokenRows, Whose
 from .inputs.diffusion import copied_metadata
 from .inputs.lineage import strangers
@@ -230,7 +230,7 @@ def _merger_problems(config: Merger, experts: list[str], rules: Rules | None, ke
         return problems
     # the merger itself knows the rest: on a single coordinate it costs nothing
     coef, mask_key = (1.0 if hasattr(config, "coef") else None), (random.key(0) if key is None else key)
-    return problems + problems_of(lambda: tried(config, experts, key=mask_key, coef=coef))
+    return problems + problems_of(lambda: check_options(config, experts, key=mask_key, coef=coef))
 
 
 def _absence_problems(config: Merger, start: Folder, found: Mapping[str, Folder]) -> list[str]:

@@ -13,18 +13,18 @@ from .adamerging import adamerging
 from .arcee_fusion import arcee_fusion
 from .around.depth import lines, lines_coefs, lines_low, lines_rules
 from .around.factors import Factors, combine, truncated
-from .around.norms import norms, shortening, unequal
+from .around.norms import norms, norms_note, shortening
 from .around.select import (
     CALIBRATION_COEFS,
     DROP_PROBS,
     TIES_KEEPS,
     Layered,
     Selection,
-    above,
     apply_blocks,
-    beyond,
     choose,
-    edge_of,
+    exceeds,
+    grid_edge,
+    next_coef,
     select_coef,
     select_coefs,
 )  # fmt: skip
@@ -55,7 +55,7 @@ from .pcb import pcb, pcb_vector
 from .ram import ram, ram_vector
 from .reg_mean import reg_mean, reg_mean_vector
 from .reg_mean_plus import reg_mean_plus
-from .registry import BASELESS, MERGERS, MORE_MERGERS, RANDOM, merge_by, tried, vector_by
+from .registry import BASELESS, MERGERS, MORE_MERGERS, RANDOM, check_options, merge_by, vector_by
 from .sce import sce, sce_vector
 from .slerp import slerp
 from .svc import svc, svc_vector
@@ -72,17 +72,17 @@ ta = task_arithmetic  # its name in merge.py and in tables
 
 __all__ = [
     "BASELESS", "CALIBRATION_COEFS", "COEFS", "DROP_PROBS", "MERGERS", "MORE_MERGERS", "RANDOM", "TIES_KEEPS", "WIDE",
-    "Experts", "Factors", "Layered", "Merger", "Rules", "Selection", "above", "adamerging", "apply_blocks",
-    "apply_rules", "apply_vector", "arcee_fusion", "beyond", "block_of", "block_prefix", "blocks_of", "breadcrumbs",
-    "breadcrumbs_vector", "cart", "choose", "coef_of", "coefs_of", "combine", "consensus", "consensus_vector",
-    "core_space", "dare", "dare_ties", "dare_ties_vector", "dare_vector", "dc_merge", "dc_merge_vector", "della",
-    "della_vector", "edge_of", "emr", "emr_vector", "fisher", "fisher_vector", "flat_statistics", "iso_c",
-    "iso_c_vector", "iso_cts", "iso_cts_vector", "karcher", "knots", "lines", "lines_coefs", "lines_low", "lines_rules",
-    "magmax", "magmax_vector", "merge_by", "model_stock", "model_stock_vector", "multislerp",
-    "multislerp_vector", "nearswap", "nearswap_vector", "norms", "nuslerp", "nuslerp_vector", "opcm", "opcm_vector",
-    "pcb", "pcb_vector", "ram", "ram_vector", "reg_mean", "reg_mean_plus", "reg_mean_vector", "sce", "sce_vector",
+    "Experts", "Factors", "Layered", "Merger", "Rules", "Selection", "adamerging", "apply_blocks", "apply_rules",
+    "apply_vector", "arcee_fusion", "block_of", "block_prefix", "blocks_of", "breadcrumbs", "breadcrumbs_vector",
+    "cart", "check_options", "choose", "coef_of", "coefs_of", "combine", "consensus", "consensus_vector", "core_space",
+    "dare", "dare_ties", "dare_ties_vector", "dare_vector", "dc_merge", "dc_merge_vector", "della", "della_vector",
+    "emr", "emr_vector", "exceeds", "fisher", "fisher_vector", "flat_statistics", "grid_edge", "iso_c", "iso_c_vector",
+    "iso_cts", "iso_cts_vector", "karcher", "knots", "lines", "lines_coefs", "lines_low", "lines_rules", "magmax",
+    "magmax_vector", "merge_by", "model_stock", "model_stock_vector", "multislerp", "multislerp_vector", "nearswap",
+    "nearswap_vector", "next_coef", "norms", "norms_note", "nuslerp", "nuslerp_vector", "opcm", "opcm_vector", "pcb",
+    "pcb_vector", "ram", "ram_vector", "reg_mean", "reg_mean_plus", "reg_mean_vector", "sce", "sce_vector",
     "select_coef", "select_coefs", "shortening", "slerp", "svc", "svc_vector", "ta", "tall_mask", "tall_mask_vector",
-    "task_arithmetic", "task_arithmetic_vector", "task_vector", "ties", "ties_density", "ties_vector", "tried",
-    "truncated", "tsv_merge", "tsv_merge_vector", "unequal", "vector_by", "weight_average", "weighted_average",
-    "wise_ft", "wise_ft_vector", "wudi", "wudi_vector",
+    "task_arithmetic", "task_arithmetic_vector", "task_vector", "ties", "ties_density", "ties_vector", "truncated",
+    "tsv_merge", "tsv_merge_vector", "vector_by", "weight_average", "weighted_average", "wise_ft", "wise_ft_vector",
+    "wudi", "wudi_vector",
 ]  # fmt: skip

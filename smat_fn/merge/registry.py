@@ -123,7 +123,7 @@ def _check_options(config: Merger) -> None:
     )
 
 
-def tried(config: Merger, names: Sequence[str], *, key: Tensor, coef: float | None) -> None:
+def check_options(config: Merger, names: Sequence[str], *, key: Tensor, coef: float | None) -> None:
     """Merge a single coordinate, which costs nothing. Raises: ValueError as the merger does for its options."""
     one, experts = {"w": torch.zeros(1)}, {name: {"w": torch.zeros(1)} for name in names}
     statistics = dict.fromkeys(names, {} if config.statistics() == "gram" else {"w": torch.ones(1)})

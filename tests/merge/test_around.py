@@ -108,12 +108,12 @@ def test_unequal_norms_are_named_and_shortened():
     base, experts = leaves(0.0), {"a": leaves(1.0), "b": leaves(3.0), "c": leaves(-4.0)}
     sizes = merge.norms(base, experts)
     text = "the task vector of 'c' (norm 19.6) is 4.0 times as long as that of 'a' (4.9): the longest decides a merge"
-    assert merge.unequal(sizes) == text
-    assert merge.unequal(sizes, 4.0) == merge.unequal({}) == ""
+    assert merge.norms_note(sizes) == text
+    assert merge.norms_note(sizes, 4.0) == merge.norms_note({}) == ""
     factors = merge.shortening(sizes)
     assert factors == {"a": 1.0, "b": pytest.approx(1 / 3), "c": 0.25}
     short = {name: {p: leaf * factors[name] for p, leaf in expert.items()} for name, expert in experts.items()}
     assert list(merge.norms(base, short).values()) == [pytest.approx(sizes["a"])] * 3
-    assert "longer than that of 'd'" in merge.unequal({**sizes, "d": 0.0})
+    assert "longer than that of 'd'" in merge.norms_note({**sizes, "d": 0.0})
     with pytest.raises(ValueError, match="the task vector of 'd' is zero: leave it out"):
         merge.shortening({**sizes, "d": 0.0})

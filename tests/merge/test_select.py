@@ -24,9 +24,9 @@ def test_means_of_the_same_scores_in_another_order_are_equal():
         means = [sum(own) / 7 for own in (scores, scores[::-1], sorted(scores))]
         assert merge.choose([0, 1, 2], means.__getitem__).best == 0
         assert merge.choose([0, 1], (means[0], means[0] + 1e-6).__getitem__).best == 1
-    assert not merge.above(-math.inf, -math.inf)
-    assert merge.above(1e-300, 0.0)
-    assert merge.above(-1.0, -1.0 - 1e-9)
+    assert not merge.exceeds(-math.inf, -math.inf)
+    assert merge.exceeds(1e-300, 0.0)
+    assert merge.exceeds(-1.0, -1.0 - 1e-9)
 
 
 def test_choose_scores_each_candidate_once_in_order():
@@ -67,15 +67,15 @@ def test_every_merger_states_its_grid():
 
 
 def test_a_coefficient_at_an_edge_and_the_next_one_beyond():
-    assert [merge.edge_of(c, merge.COEFS) for c in (0.1, 0.5, 1.0)] == ["smallest", "", "largest"]
-    assert merge.edge_of(0.3, (0.3,)) == merge.edge_of(0.3, (0.1, 0.2)) == ""
+    assert [merge.grid_edge(c, merge.COEFS) for c in (0.1, 0.5, 1.0)] == ["smallest", "", "largest"]
+    assert merge.grid_edge(0.3, (0.3,)) == merge.grid_edge(0.3, (0.1, 0.2)) == ""
     for coefs, edge in ((merge.COEFS, "Largest"), (merge.COEFS, ""), ((0.3,), "largest")):
         with pytest.raises(ValueError, match=rf"edge is '{edge}' of .*: give 'smallest' or 'largest', of two"):
-            merge.beyond(coefs, edge)
-    assert merge.beyond(merge.COEFS[::-1], "largest") == 1.1
-    assert merge.beyond(merge.WIDE, "largest") == 2.2
-    assert merge.beyond((0.1, 0.3), "smallest") == 0.05
-    assert merge.beyond((-0.1, 0.3), "smallest") == -0.5
+            merge.next_coef(coefs, edge)
+    assert merge.next_coef(merge.COEFS[::-1], "largest") == 1.1
+    assert merge.next_coef(merge.WIDE, "largest") == 2.2
+    assert merge.next_coef((0.1, 0.3), "smallest") == 0.05
+    assert merge.next_coef((-0.1, 0.3), "smallest") == -0.5
 
 
 def test_select_coef_finds_the_maximum_and_ties_go_to_the_smaller():

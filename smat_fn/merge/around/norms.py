@@ -32,7 +32,7 @@ def norms(base: Params, experts: Experts) -> dict[str, float]:
     return {name: square**0.5 for name, square in squares.items()}
 
 
-def unequal(sizes: Mapping[str, float], ratio: float = UNEQUAL) -> str:
+def norms_note(sizes: Mapping[str, float], ratio: float = UNEQUAL) -> str:
     """A note for the user on `norms` that differ by more than ``ratio``; an empty text where none do."""
     if not sizes:
         return ""

@@ -33,13 +33,13 @@ class Selection(NamedTuple, Generic[T]):
     curve: tuple[tuple[T, float], ...]
 
 
-def above(value: float, other: float) -> bool:
+def exceeds(value: float, other: float) -> bool:
     """Whether a score is larger than another by more than the rounding of a mean of the same numbers."""
     return value > other and not math.isclose(value, other, rel_tol=_ROUNDING, abs_tol=0.0)
 
 
 def choose(candidates: Sequence[T], score: Callable[[T], float]) -> Selection[T]:
-    """The candidate of the largest score, the earlier of equal ones (`above`); each is scored once, in order.
+    """The candidate of the largest score, the earlier of equal ones (`exceeds`); each is scored once, in order.
 
     Raises: ValueError without candidates, or for a score that is NaN.
     """
@@ -60,25 +60,25 @@ def choose(candidates: Sequence[T], score: Callable[[T], float]) -> Selection[T]
         curve.append((candidate, value))
     best = 0
     for place, (_, value) in enumerate(curve):
-        best = place if above(value, curve[best][1]) else best
+        best = place if exceeds(value, curve[best][1]) else best
     return Selection(*curve[best], tuple(curve))
 
 
-def edge_of(coef: float, coefs: Sequence[float]) -> str:
+def grid_edge(coef: float, coefs: Sequence[float]) -> str:
     """Whether a chosen coefficient is the "smallest" or the "largest" of several; an empty text if neither."""
     if len(coefs) < 2 or coef not in (min(coefs), max(coefs)):
         return ""
     return "largest" if coef == max(coefs) else "smallest"
 
 
-def beyond(coefs: Sequence[float], edge: str) -> float:
+def next_coef(coefs: Sequence[float], edge: str) -> float:
     """The next coefficient beyond an edge of a grid: one last step on, or half of the smallest.
 
     A smallest one that is not positive has the next one a step below.
 
     Args:
         coefs: two at least.
-        edge: "smallest" or "largest", as `edge_of` gives it.
+        edge: "smallest" or "largest", as `grid_edge` gives it.
 
     Raises:
         ValueError: there are fewer coefficients, or another edge.
@@ -183,7 +183,7 @@ def select_coefs(
                 continue
             found = choose(candidates, score)
             curve += [(block, own[block], value) for own, value in found.curve]
-            if above(found.score, best):
+            if exceeds(found.score, best):
                 now, best = found.best, found.score
         if now == before:
             break

@@ -263,16 +263,16 @@ def _search(
     while True:
         found, tried = _rank([_with(config, coef=coef) for coef in grid], models, scorer, known)
         costs.append(tried)
-        edge = merge.edge_of(getattr(found.best, "coef", 0.0), grid)
+        edge = merge.grid_edge(getattr(found.best, "coef", 0.0), grid)
         if not (widen and edge and len(grid) < most and _rises(found, edge)):
             return found, total(*costs), edge
-        grid = sorted([*grid, merge.beyond(grid, edge)])
+        grid = sorted([*grid, merge.next_coef(grid, edge)])
 
 
 def _rises(found: Reranked[MergerConfig], edge: str) -> bool:
     """Whether the score at an edge of a grid is above the next one's: else there is nothing to follow."""
     ordered = sorted(_curve(found.curve, "coef"), reverse=edge == "smallest")
-    return merge.above(ordered[-1][1], ordered[-2][1])
+    return merge.exceeds(ordered[-1][1], ordered[-2][1])
 
 
 def calibrate(config: MergerConfig, inputs: Inputs, scorer: Scorer, *, coef: float, seed: int) -> Calibration:

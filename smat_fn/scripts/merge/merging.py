@@ -87,7 +87,7 @@ def merge_run(
     note = ""
     if len(kept) < len(configs):
         sizes = merge.norms(inputs.base, inputs.experts)
-        note = merge.unequal(sizes) if any(sizes.values()) else SAME
+        note = merge.norms_note(sizes) if any(sizes.values()) else SAME
         for said in suite.notes if suite is not None else ():
             report(f"note: {said}")
     with score_bar() as bar:
@@ -247,7 +247,7 @@ def summary(merged: Mapping[Path, Merged]) -> Iterable[str]:
 def tied(model: Merged) -> str:
     """A note where every coefficient of a search has one dev score; an empty text where they differ."""
     scores = sorted(score for _, score in model.curve)
-    if len(scores) < 2 or merge.above(scores[-1], scores[0]):
+    if len(scores) < 2 or merge.exceeds(scores[-1], scores[0]):
         return ""
     return (
         f"all {len(model.curve)} coefficients have the same dev score, {model.curve[0][1]:.2f}: {model.coef:g} is only "
@@ -271,11 +271,11 @@ def _option_problems(
         if not search and is_open(config):
             problems.append(f"{config.name} needs a coefficient: give --coef, or --search for one on dev")
         coef = 0.0 if is_open(config) else None
-        if own := problems_of(merge.tried, config, experts, key=random.key(0), coef=coef):
+        if own := problems_of(merge.check_options, config, experts, key=random.key(0), coef=coef):
             problems += own
         elif config.name in calibration:
             for one in sparsities(config, calibration[config.name])[1]:
-                found = problems_of(merge.tried, one, experts, key=random.key(0), coef=None)
+                found = problems_of(merge.check_options, one, experts, key=random.key(0), coef=None)
                 problems += [f"calibration of {config.name}: {text}" for text in found]
     return problems
 
@@ -298,7 +298,7 @@ def _finished(out: Path, facts: Mapping[str, Mapping[str, Any]], problems: list[
             params, manifest = checkpoint.load_leaves(folder)
             coef, dev = manifest["hyperparameters"].get("coef"), manifest["dev"]
             curve, finals = (tuple((x, y) for x, y in manifest.get(key, ())) for key in ("dev_curve", "dev_finals"))
-            edge = merge.edge_of(coef, [tried for tried, _ in curve]) if curve else ""
+            edge = merge.grid_edge(coef, [tried for tried, _ in curve]) if curve else ""
             notes = tuple(manifest.get("notes", ()))
             at = manifest.get("snapshot", {}).get("index", 0)
             blocks = tuple((block, tried, score) for block, tried, score in manifest.get("dev_blocks", ()))

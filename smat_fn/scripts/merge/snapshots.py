@@ -75,7 +75,7 @@ def choose_snapshot(
             inputs = load_inputs(base, snapshots[index], known=last)._replace(lines=last.lines)
         merged = merge_at(inputs)
         value = fmean(merged.dev.values())
-        if best is None or merge.above(value, curve[best[0]][0]):  # one model is kept
+        if best is None or merge.exceeds(value, curve[best[0]][0]):  # one model is kept
             best = index, merged, inputs
         curve[index] = value, merged.coef
         calibrated = merged.calibration.tried if merged.calibration else None
