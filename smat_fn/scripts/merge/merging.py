@@ -120,7 +120,7 @@ class Request(NamedTuple):
     lines: tuple[float, float] | None
 
     def of(self, config: MergerConfig) -> dict[str, Any]:
-        """What is asked of one merger, as its manifest has it."""
+        """The request for one merger, as its manifest has it."""
         own: dict[str, Any] = {"settings": settings(config), "calibration": self.calibration.get(config.name)}
         tried = self.coefs or (config.grid if self.search and config.grid != merge.COEFS else ())
         own |= {"coefs": sorted(tried)} if tried else {}
