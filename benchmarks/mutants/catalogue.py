@@ -601,7 +601,7 @@ MUTANTS = [
     *_of(
         "merge/around/select.py",
         ("return sorted(given)", "return sorted(given, reverse=True)"),
-        ("if exceeds(value, curve[best][1])", "if above(curve[best][1], value)"),
+        ("if exceeds(value, curve[best][1])", "if exceeds(curve[best][1], value)"),
         ("rel_tol=_ROUNDING", "rel_tol=0"),
         ("return ordered[0] / 2 if", "return ordered[0] / 4 if"),
         ('"largest" if coef == max(coefs)', '"largest" if coef == min(coefs)'),
