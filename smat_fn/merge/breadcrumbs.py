@@ -39,7 +39,8 @@ def breadcrumbs(
     """θ₀ + γ Σ_i m_i ⊙ Δ_i, m_i = 0 on the smallest and the largest magnitudes of every leaf, else 1; rounded once.
 
     Of a leaf of n coordinates, sorted by |Δ| with equal ones by position, the first ⌊n · drop_smallest⌋ and the last
-    ⌊n · drop_largest⌋ go; nothing is rescaled. In the paper's symbols: drop_smallest is β, drop_largest is 1 − γ.
+    ⌊n · drop_largest⌋ go; nothing is rescaled. In the paper's symbols: drop_smallest is β, drop_largest is 1 − γ; the
+    authors' code calls the kept share beta and drop_largest gamma, and takes every fibre of the last axis by itself.
 
     Args:
         base: tree that the experts were trained from.
@@ -84,7 +85,10 @@ class Breadcrumbs(Sparse):
     """Model Breadcrumbs: drop the smallest and the largest changes of every parameter, then task arithmetic."""
 
     name = "breadcrumbs"
-    semantics: ClassVar = {"mergekit": {"count": "kept"}}
+    semantics: ClassVar = {
+        "mergekit": {"count": "kept"},
+        "original": "the authors' code drops from every row by itself, not from the whole parameter",
+    }
     drop_smallest: float
     """Fraction of each parameter to drop, smallest magnitudes first."""
     drop_largest: float

@@ -55,7 +55,7 @@ def cart(experts: Experts, *, coef: float, share: float = 0.08, skip: Sequence[s
 def centred(weights: list[Tensor], *, coef: float, share: float) -> Tensor:
     """θ̄ + γ Σ_i [θ_i − θ̄]_k of a matrix."""
     mean = _mean(weights)
-    count = math.ceil(share * min(mean.shape))
+    count = max(1, math.ceil(round(share * min(mean.shape), 9)))  # 0.07 of 100 is 7
     total = torch.zeros_like(mean)
     for weight in weights:
         left, values, right = torch.linalg.svd(weight - mean, full_matrices=False)

@@ -50,7 +50,8 @@ def fisher(
         ValueError: lists every problem of values, structure and shapes.
 
     Source: Matena and Raffel, "Merging models with Fisher-weighted averaging", 2022; model_merging/merging.py of
-        mmatena/model_merging at f2d1677. There the norm is L2, and the floor comes first.
+        mmatena/model_merging at f2d1677. There the norm is L2, the floor comes first, in units of F_i, and by default
+        it is of the first model alone, whose value a coordinate takes that no expert's loss depends on.
     """
     check(base, experts, coef_problems(coef))
     vector = fisher_vector(base, experts, fishers, normalize=normalize, floor=floor, weights=weights)

@@ -20,7 +20,8 @@ def multislerp(base: Params, experts: Experts, *, coef: float = 1.0, weights: We
     """θ₀ + γ (Σ_i w_i ‖Δ_i‖) m / ‖m‖ per leaf, m = Σ_i w_i Δ_i / ‖Δ_i‖, Σ_i w_i = 1.
 
     mergekit's method continues from m along the mean of the tangent vectors at m; that mean is 0, for the weights are
-    the same. Norms count as 1e-8 more than they are, as there. One expert is itself.
+    the same. Norms count as 1e-8 more than they are, as there. One expert is itself. Where the directions cancel out,
+    ‖m‖ up to 1e-6 Σ_i |w_i|, as for a scalar that half of the experts raise, a leaf gets Σ_i w_i Δ_i.
 
     Args:
         base: tree that the experts were trained from.
@@ -32,30 +33,26 @@ def multislerp(base: Params, experts: Experts, *, coef: float = 1.0, weights: We
         A new tree of base's structure and dtypes; non-floating leaves are base's.
 
     Raises:
-        ValueError: lists every problem of values, structure and shapes; names a leaf whose directions cancel out,
-            ‖m‖ up to 1e-6 Σ_i |w_i|; of two experts it is their weighted mean instead.
+        ValueError: lists every problem of values, structure and shapes.
 
     Source: mergekit 0.1.5, merge_methods/multislerp.py.
     """
     return merged(MultiSlerp, **locals())
 
 
-def shares_of(path: str, products: list[list[float]], weights: Sequence[float]) -> list[float]:
-    """How much of each task vector goes into a leaf, from the inner products of `gram`. Raises: as `multislerp`."""
+def shares_of(products: list[list[float]], weights: Sequence[float]) -> list[float]:
+    """How much of each task vector goes into a leaf, from the inner products of `gram`."""
     norms = [products[i][i] ** 0.5 for i in range(len(products))]
     if len(norms) == 1 or not any(norms):
         return [1.0] * len(norms)
     # without _EPS, which gives opposite vectors of two norms a direction
     exact = [weight / norm if norm else 0.0 for weight, norm in zip(weights, norms, strict=True)]
     live = sum(abs(weight) for weight, norm in zip(weights, norms, strict=True) if norm)
-    if not _size(exact, products) <= _CANCELS * live:  # NaN too: who reads the values lists them
-        parts = [weight / (norm + _EPS) for weight, norm in zip(weights, norms, strict=True)]
-        size = _size(parts, products)
-        scale = sum(weight * norm for weight, norm in zip(weights, norms, strict=True)) / size
-        return [scale * part for part in parts]
-    if len(norms) == 2:
+    if _size(exact, products) <= _CANCELS * live:  # not for NaN: who reads the values lists them
         return list(weights)
-    raise ValueError(f"parameter {path!r}: the directions of the task vectors cancel out: give other weights")
+    parts = [weight / (norm + _EPS) for weight, norm in zip(weights, norms, strict=True)]
+    scale = sum(weight * norm for weight, norm in zip(weights, norms, strict=True)) / _size(parts, products)
+    return [scale * part for part in parts]
 
 
 def _size(parts: Sequence[float], products: list[list[float]]) -> float:
@@ -93,10 +90,10 @@ class MultiSlerp(Merger):
         _, weights = _weights([{}] * len(leaves.experts), self.weights)
 
         def fuse(path: str) -> Fuse:
-            shares = shares_of(path, leaves.gram(path), weights)
+            shares = shares_of(leaves.gram(path), weights)
             return lambda piece: weighted(piece.deltas, shares)
 
-        return Rule(fuse, loop=lambda path: looped.weighted_sum(shares_of(path, leaves.gram(path), weights)))
+        return Rule(fuse, loop=lambda path: looped.weighted_sum(shares_of(leaves.gram(path), weights)))
 
 
 multislerp_vector = vector_function(MultiSlerp)

@@ -23,7 +23,7 @@ def nearswap(base: Params, experts: Experts, *, t: float, coef: float = 1.0) -> 
         ValueError: lists every problem of values, structure and shapes, and for more than one expert.
 
     Source: QuartetAnemoi-70B-t0.0001 by alchemonaut, 2024; mergekit, merge_methods/nearswap.py, whose weights
-        t / |θ₁ − θ₀|, at most 1, are the same but for t below 1e-6.
+        t / |θ₁ − θ₀|, at most 1, are the same but for t below 1e-6 and infinite changes.
     """
     return merged(NearSwap, **locals())
 

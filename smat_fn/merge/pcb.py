@@ -50,7 +50,8 @@ def pcb(base: Params, experts: Experts, *, coef: float, ratio: float = 0.1, clip
         ValueError: lists every problem of values, structure and shapes.
 
     Source: Du et al., "Parameter competition balancing for model merging", 2024; ``PCB_merge`` in pcb-merging.py of
-        duguodong7/pcb-merging at 5897888, whose scripts take ratio 0.05 and γ 1.2 too.
+        duguodong7/pcb-merging at 5897888. The scripts of its experiments have other definitions: they clamp 1 % at each
+        end, and those for vision take the normalised changes of the other experts inside tanh.
     """
     return merged(Pcb, **locals())
 

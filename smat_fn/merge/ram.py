@@ -29,7 +29,8 @@ def ram(
     """θ₀ + γ τ, τ = Σ_i m_i Δ_i / c where c = Σ_i m_i is above 1, λ_i Δ_i where expert i alone changes, else 0.
 
     m_i is 1 where |Δ_i| > threshold, else 0. ``λ_i = 1 + boost · min(s_i / u_i, cap)``, with s_i the number of
-    coordinates that expert i and others change, u_i those that it alone changes. RAM has boost 0, RAM+ above 0.
+    coordinates that expert i and others change, u_i those that it alone changes; λ_i is 1 where u_i is 0, for which the
+    authors' code divides by 0. RAM has boost 0, RAM+ above 0.
 
     Args:
         base: tree that the experts were trained from.

@@ -82,7 +82,7 @@ def regressed(deltas: list[Tensor], grams: Sequence[Tensor], *, scale: float) ->
     except torch.linalg.LinAlgError:
         raise ValueError(
             f"the Gram matrices of weights {tuple(deltas[0].shape)} have a singular sum at scale {scale}: pass a "
-            "smaller scale, 0.9 is the source's, or 1 for the pseudo-inverse"
+            "smaller scale, such as 0.9, or 1 for the pseudo-inverse"
         ) from None
     return torch.cholesky_solve(left.mT, lower).mT.to(deltas[0].dtype)
 

@@ -22,7 +22,7 @@ def svc(base: Params, experts: Experts, *, coef: float = 1.0, alpha: float = 1.0
         base: tree that the experts were trained from.
         experts: {name: tree} or a list of trees: first the merged model θ_m, then the experts that it was merged from.
         coef: γ, finite; 1 in the paper, for the coefficient of the merge is in θ_m.
-        alpha: α, above 0; 1 in the paper.
+        alpha: α, above 0; the authors' scripts take 1 for TSV-M and 1/N for other mergers.
         skip: globs of matrices that stay as they are; the authors skip "*text_projection*" and "*embedding*".
 
     Returns:

@@ -26,8 +26,9 @@ def wudi(
 ) -> Params:
     """θ₀ + γ Δ*, Δ* = (Σ_i Δ_i G_i / ‖Δ_i‖²) (Σ_i G_i / ‖Δ_i‖² + ridge · I)⁻¹ per matrix, G_i = Δ_iᵀ Δ_i.
 
-    Norms are those of Frobenius. Without the ridge Δ* minimises Σ_i ‖(Δ* − Δ_i) Δ_iᵀ‖² / ‖Δ_i‖², which the authors
-    descend by 300 steps of Adam from Σ_i Δ_i. Matrices are (outputs, inputs), as in ``torch.nn.Linear``. Arithmetic is
+    Norms are those of Frobenius. Without the ridge Δ* minimises Σ_i ‖(Δ* − Δ_i) Δ_iᵀ‖² / ‖Δ_i‖², of several minimisers
+    it is the one of least norm; the authors descend by 300 steps of Adam from Σ_i Δ_i, which on changes of low rank
+    ends at another one. Matrices are (outputs, inputs), as in ``torch.nn.Linear``. Arithmetic is
     float64; experts whose matrix is zero are left out.
 
     Args:

@@ -253,7 +253,7 @@ def test_ranks_and_values_that_cannot_be_merged(saved, tmp_path):
     change(places["x"], lambda found: {k: torch.full_like(v, 1e30) for k, v in found.items()})
     with pytest.raises(ValueError, match="the merged factors of block"):
         combined(places, tmp_path / "out", "cat", weights={"x": 1e30})
-    with pytest.raises(ValueError, match=r"'block.0.q': the change exceeds the range of float32"):
+    with pytest.raises(ValueError, match=r"'block.0.q': the change is not finite: .* weights are too large"):
         combined(places, tmp_path / "out", "ties_svd", density=0.5)
     for place in places.values():  # the sum is a float32 number, and not one of the adapters' dtype
         change(place, lambda found: {k: torch.full_like(v, 6e4, dtype=torch.float16) for k, v in found.items()})

@@ -86,6 +86,15 @@ def test_an_autocast_of_the_caller_plays_no_part():
         assert torch.equal(got.b, want.b)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("method", ["svd", "ties_svd"])
+def test_factors_that_are_not_finite_have_no_svd(method, value):
+    adapters = some()
+    next(iter(adapters.values())).a[0, 0] = value
+    with pytest.raises(ValueError, match="the change is not finite: factors hold NaN"):
+        combine(adapters, method=method, **({"density": 0.5} if method == "ties_svd" else {}))
+
+
 @pytest.mark.parametrize("method", ["cat", "svd", "ties_svd"])
 def test_ranks_and_scales_may_differ(method):
     adapters = some(rank=2, scale=0.5, names="x") | some(rank=4, scale=3.0, names="yz", seed=1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import errors, random, tree
-from ...execution import unrounded
+from ...execution import transformed, unrounded
 from ...tree import dtype_name
 from ..parts.arithmetic import divisor
 from ..parts.inputs import key_problems, type_problems
@@ -71,7 +71,7 @@ def combine(
         Factors of scale 1; of rank at most inputs and outputs where ``rank`` or the method asks for an SVD.
 
     Raises:
-        ValueError: lists every problem of values and shapes.
+        ValueError: lists every problem of options and shapes; or the change, of which an SVD is taken, is not finite.
 
     Source: ``LoraModel.add_weighted_adapter`` and ``utils/merge_utils.py`` of peft 0.21.2. Differences: equal
     magnitudes at the threshold are kept by position; a single adapter is merged by the method asked for, where peft
@@ -132,15 +132,22 @@ def truncated(factors: Factors, rank: int) -> Factors:
     """
     left, inner = torch.linalg.qr(factors.b.double() * factors.scale)
     right, outer = torch.linalg.qr(factors.a.double().mT)
-    u, values, v = torch.linalg.svd(inner @ outer.mT, full_matrices=False)
+    u, values, v = _decomposed(inner @ outer.mT)
     b, a = (left @ (u * values))[:, :rank], (v @ right.mT)[:rank]
     return Factors(a.to(factors.a.dtype), b.to(factors.a.dtype))
 
 
 def nearest(delta: Tensor, rank: int) -> Factors:
     """The nearest BA of at most ``rank`` to a matrix: A = Vᵀ, B = U Σ."""
-    u, values, v = torch.linalg.svd(delta, full_matrices=False)
+    u, values, v = _decomposed(delta)
     return Factors(v[:rank].contiguous(), (u * values)[:, :rank].contiguous())
+
+
+def _decomposed(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if not transformed() and not bool(matrix.isfinite().all()):
+        raise ValueError("the change is not finite: factors hold NaN or infinite values, or weights are too large")
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    return left, values, right
 
 
 def option_problems(
