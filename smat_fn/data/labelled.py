@@ -7,12 +7,10 @@ from typing import Any, NamedTuple
 
 from ..errors import collected, complain, name_rows, raise_problems
 from .rows import SPELLINGS, TABLES, TextRows, is_saved, read_dataset, read_hub, read_objects
-from .splits import normalised, split_rows
+from .splits import normalised, with_made
 
 SPLITS: Mapping[str, tuple[str, ...]] = {"train": ("train",), "dev": SPELLINGS["dev"], "test": SPELLINGS["test"]}
 _TEXTS, _LABELS = ("text", "sentence"), ("label", "coarse_label", "intent")  # columns, the first that is there
-_SEED = 0  # of splits that the source does not have: the same for everyone
-_SHARE = 5  # such a split takes at most a fifth of the rows
 _Raw = dict[str, list[dict[str, Any]]]
 
 
@@ -88,20 +86,18 @@ def take(rows: Labelled, places: Sequence[int]) -> Labelled:
 
 def _complete(splits: dict[str, Labelled], source: str) -> tuple[dict[str, Labelled], tuple[str, ...]]:
     """All splits, and the names of those that were made from train."""
-    made, count = tuple(split for split in ("test", "dev") if split not in splits), len(splits["train"].texts)
-    for split in made:
-        pool = splits["train"]
-        pairs = {name: TextRows(rows.texts, tuple(map(str, rows.labels))) for name, rows in splits.items()}
-        held_out = [rows for name, rows in pairs.items() if name != "train"]
-        try:
-            found = split_rows(pairs["train"], held_out, seed=_SEED, labels=pool.labels, share=_SHARE)
-        except ValueError as error:
-            raise ValueError(
-                f"{source} has no {' and no '.join(made)} split, and its {count} rows of train are too few to make "
-                f"{'it' if len(made) == 1 else 'both'}: {error}"
-            ) from error
-        splits = {**splits, "train": take(pool, found.train), split: take(pool, found.dev)}
-    return splits, made
+    made = tuple(split for split in ("test", "dev") if split not in splits)
+    try:
+        return with_made(splits, made, rows=_pairs, take=take, labels=lambda rows: rows.labels), made
+    except ValueError as error:
+        raise ValueError(
+            f"{source} has no {' and no '.join(made)} split, and its {len(splits['train'].texts)} rows of train are "
+            f"too few to make {'it' if len(made) == 1 else 'both'}: {error}"
+        ) from error
+
+
+def _pairs(rows: Labelled) -> TextRows:
+    return TextRows(rows.texts, tuple(map(str, rows.labels)))
 
 
 def _named(labels_of: Mapping[str, Sequence[Any]]) -> tuple[list[str], list[str]]:

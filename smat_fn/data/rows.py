@@ -42,6 +42,10 @@ class TextRows(NamedTuple):
     answers: tuple[str, ...]
 
 
+class NoSplit(ValueError):
+    """The source of a task has no such split, and can be read."""
+
+
 Rows: TypeAlias = TextRows | ImageRows
 Conversation: TypeAlias = tuple[Mapping[str, str], ...]  # of messages with role and content
 
@@ -167,7 +171,7 @@ def _find(source: Path, task: str, split: str) -> Path:
         return files[0]
     seen = home if home.is_dir() else source
     there = sorted(f.name for f in seen.iterdir())
-    raise ValueError(
+    raise (NoSplit if home.is_dir() else ValueError)(
         f"{home} has no {split}.json, .jsonl, .csv, .parquet or .npz, and no folder {split} (a saved dataset, or "
         f"images in a folder for each class): {seen} holds {there or 'nothing'}"
     )
@@ -274,7 +278,7 @@ def _hub_split(source: str, task: str, split: str, instead: str) -> Any:
         for name in others:
             with suppress(ValueError):
                 return read_hub(source, split=name, **own)
-        raise
+        raise NoSplit(str(error)) from error
 
 
 def read_objects(file: Path) -> list[dict[str, Any]]:

@@ -11,12 +11,18 @@ rounded down; labels that tie for a remainder are taken in sorted order; indices
 import hashlib
 import unicodedata
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from .rows import ImageRows, Rows, TextRows
+
+_SEED = 0  # of splits that a source does not have: the same for everyone
+_SHARE = 5  # such a split takes at most a fifth of the rows
+
+
+Held = TypeVar("Held")
 
 
 class Splits(NamedTuple):
@@ -98,6 +104,31 @@ def split_rows(
         groups,
         {group: why for group, why in reasons.items() if why},
     )
+
+
+def with_made(
+    splits: Mapping[str, Held],
+    missing: Sequence[str],
+    *,
+    rows: Callable[[Held], Rows],
+    take: Callable[[Held, Sequence[int]], Held],
+    labels: Callable[[Held], Sequence[Hashable] | None] = lambda held: None,
+) -> dict[str, Held]:
+    """The splits of a task with those that it lacks, each taken from train by `split_rows`, at most a fifth of it.
+
+    Args:
+        splits: train, and others that are there; missing: those to make, in this order.
+        rows: of a split, to tell its rows from each other; take: rows of a split by place; labels: of a split, of which
+            every made one gets its share.
+    Raises: ValueError where train has too few rows.
+    """
+    found = dict(splits)
+    for name in missing:
+        pool = found["train"]
+        held_out = [rows(held) for other, held in found.items() if other != "train"]
+        parts = split_rows(rows(pool), held_out, seed=_SEED, labels=labels(pool), share=_SHARE)
+        found |= {"train": take(pool, parts.train), name: take(pool, parts.dev)}
+    return found
 
 
 def _size(rows: Rows, count: int, share: int) -> int:

@@ -8,7 +8,8 @@ processor prepares images, without augmentation. A score is top-1 accuracy.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, product
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,6 +22,7 @@ from ..data import pixels
 from ..data.batching import batch_indices
 from ..data.cache import HELD, cached, versions
 from ..data.rows import ImageRows, load_rows, place_of, take
+from ..data.splits import with_made
 from ..errors import count_problem
 from ..evaluate.metrics import accuracy
 from ..evaluate.records import content_key
@@ -33,7 +35,7 @@ from ..types import Batch, LossFn, Micro, Params
 from .heads import image_heads, text_heads
 from .sources import (
     absolute,
-    collect,
+    collect_splits,
     json_file,
     model_problems,
     one_class,
@@ -127,12 +129,14 @@ class Clip8(EncoderSuite):
         self.options = own = Clip8Options(**options)
         self.device, self.batch_size = pick_device(own.device), own.batch_size
         chosen = own.only or tasks
-        self._rows, found = collect(
-            product(chosen, SPLITS), lambda key: _pictures(own, *key), local=lambda key: Path(own.data).exists()
+        self._rows, found, made = collect_splits(
+            chosen, partial(_pictures, own), _with_made, size=_size, local=Path(own.data).exists()
         )
+        if own.rows is not None:
+            self._rows = {k: _some(rows, range(min(own.rows, _size(rows)))) for k, rows in self._rows.items()}
         errors.raise_problems([*count_problem("eval_batch", own.eval_batch), *model_problems(own.model), *found])
         names = _class_names(self._rows, chosen)
-        self.notes = tuple(chain.from_iterable(self._notes(task, own) for task, own in names.items()))
+        self.notes = (*made, *chain.from_iterable(self._notes(task, own) for task, own in names.items()))
         model: clip.Clip | ImageClassifier = (clip if of_texts else image_classifier).load(
             own.model, device=self.device, **own.loading()
         )
@@ -301,7 +305,20 @@ def _pictures(options: Clip8Options, task: str, split: str) -> ImageRows:
     if not isinstance(rows, ImageRows):
         way = "this suite takes images and labels: give some, or a preset of texts (text, lm)"
         raise ValueError(f"{options.data} ({task}, {split}) holds texts, {way}")
-    return rows if options.rows is None else take(rows, range(min(options.rows, len(rows.labels))))  # type: ignore[return-value]
+    return rows
+
+
+def _size(rows: ImageRows) -> int:
+    return len(rows.labels)
+
+
+def _some(rows: ImageRows, places: Sequence[int]) -> ImageRows:
+    return take(rows, places)  # type: ignore[return-value]
+
+
+def _with_made(task: str, splits: dict[str, ImageRows], missing: tuple[str, ...]) -> dict[str, ImageRows]:
+    """The splits with those that are missing, made from train."""
+    return with_made(splits, missing, rows=lambda rows: rows, take=_some)
 
 
 def _described(head: Tensor, classes: tuple[str, ...], of_texts: bool) -> Head:

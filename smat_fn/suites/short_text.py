@@ -31,6 +31,7 @@ from .sources import (
     absolute,
     collect,
     json_file,
+    made_note,
     model_problems,
     one_class,
     pick_device,
@@ -294,8 +295,8 @@ class ShortText(EncoderSuite):
 
 def _made_splits(task: str, data: Task) -> list[str]:
     """A note on splits that were made from the training rows, with the number of rows of each split."""
-    counts = ", ".join(f"{len(rows.texts)} {split}" for split, rows in data.splits.items())
-    return [f"{task} has no {' and no '.join(data.made)} split, made from train: {counts} rows"] if data.made else []
+    sizes = {split: len(rows.texts) for split, rows in data.splits.items()}
+    return [made_note(task, data.made, sizes)] if data.made else []
 
 
 def resolve_data(given: Any) -> Data:

@@ -3,11 +3,11 @@
 import json
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from ..data.rows import SPELLINGS, SUFFIXES
+from ..data.rows import SPELLINGS, SUFFIXES, NoSplit
 from ..errors import collected
 
 Key = TypeVar("Key", bound=Hashable)
@@ -122,6 +122,66 @@ def collect(
         if key not in found and not local(key):
             break
     return found, problems
+
+
+class Collected(NamedTuple, Generic[Found]):
+    """What `collect_splits` found."""
+
+    rows: dict[tuple[str, str], Found]  # by task and split
+    problems: list[str]
+    notes: list[str]
+
+
+def collect_splits(
+    tasks: Iterable[str],
+    read: Callable[[str, str], Found],
+    make: Callable[[str, dict[str, Found], tuple[str, ...]], dict[str, Found]],
+    *,
+    size: Callable[[Found], int],
+    local: bool,
+) -> Collected[Found]:
+    """The rows of every task in train, dev and test; a dev or test split that a source lacks is made from train.
+
+    Stops at the first error of a source that is not local: a hub that cannot be reached takes a minute to say so.
+
+    Args:
+        read: the rows of a task and a split, which raises `NoSplit` where there are none.
+        make: the splits of a task with the missing ones, as `splits.with_made`; size: the number of rows.
+    """
+    rows, problems, notes = dict[tuple[str, str], Found](), list[str](), list[str]()
+    for task in tasks:
+        found, missing, wrong = dict[str, Found](), dict[str, str](), list[str]()
+        for split in ("train", "dev", "test"):
+            with collected(wrong):
+                try:
+                    found[split] = read(task, split)
+                except NoSplit as error:
+                    missing[split] = str(error)
+            if wrong and not local:
+                return Collected(rows, [*problems, *wrong], notes)
+        problems += wrong
+        made = tuple(split for split in ("test", "dev") if split in missing)
+        if "train" in found and made and not wrong:
+            try:
+                found = make(task, found, made)
+            except ValueError as error:
+                which = f"{task} has no {' and no '.join(made)} split"
+                problems.append(
+                    f"{which}, and its {size(found['train'])} rows of train are too few to make "
+                    f"{'it' if len(made) == 1 else 'both'}: {error}"
+                )
+            else:
+                notes.append(made_note(task, made, {split: size(found[split]) for split in ("train", "dev", "test")}))
+        elif "train" in missing:
+            problems += missing.values()
+        rows |= {(task, split): own for split, own in found.items()}
+    return Collected(rows, problems, notes)
+
+
+def made_note(task: str, made: Sequence[str], sizes: Mapping[str, int]) -> str:
+    """A note on splits that were made from the training rows, with the number of rows of every split."""
+    counts = ", ".join(f"{size} {split}" for split, size in sizes.items())
+    return f"{task} has no {' and no '.join(made)} split, made from train: {counts} rows"
 
 
 def shared_rows(task: str, rows: Mapping[str, Sequence[Hashable]]) -> list[str]:

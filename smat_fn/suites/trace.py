@@ -11,8 +11,8 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
-from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar, get_args
@@ -25,7 +25,8 @@ from ..checkpoint import fingerprint
 from ..data import chat, pairs, text
 from ..data.batching import batch_indices
 from ..data.cache import HELD, cached, versions
-from ..data.rows import Conversation, TextRows, load_conversations, load_rows, place_of
+from ..data.rows import Conversation, TextRows, load_conversations, load_rows, place_of, take
+from ..data.splits import with_made
 from ..errors import check_member, count_problem, name_rows, problems_of
 from ..evaluate import decoding
 from ..evaluate.decoding import Decoding, prompt_ids
@@ -48,7 +49,7 @@ from ..models.seq2seq import start_problems
 from ..models.top_language import TopLanguage, top_language
 from ..progress import bar
 from ..types import Batch, Micro, Params
-from .sources import absolute, collect, model_problems, pick_device, settled, shared_rows, tasks_of
+from .sources import absolute, collect_splits, model_problems, pick_device, settled, shared_rows, tasks_of
 from .suite import BaseSuite, SuiteOptions, remembered
 
 TASKS = tuple(TRACE_METRICS)
@@ -140,15 +141,16 @@ class Trace(BaseSuite):
             problems.append(f"device is {own.device!r} and device_map is given too: give one of them")
         with errors.collected(problems):
             self._engine: Any = own.engine if callable(own.engine) else find_engine(str(own.engine))
-        keys = tuple(product(own.only or tasks, SPLITS))
-        self._chats: dict[Any, tuple[Conversation, ...]] = {}
-        here = Path(own.data).exists()
-        if own.chat:
-            self._chats, found = collect(keys, lambda key: _conversations(own, *key), local=lambda key: here)
-            self._rows = {key: TextRows((), tuple(c[-1]["content"] for c in own)) for key, own in self._chats.items()}
-        else:
-            self._rows, found = collect(keys, lambda key: _texts(own, *key), local=lambda key: here)
-        problems += [*model_problems(own.model), *found]
+        read = partial(_conversations if own.chat else _texts, own)
+        found, wrong, notes = collect_splits(
+            own.only or tasks, read, self._with_made, size=_size, local=Path(own.data).exists()
+        )
+        found = {key: _first(rows, own.rows) for key, rows in found.items()}
+        self._chats: dict[Any, tuple[Conversation, ...]] = found if own.chat else {}
+        answers = {key: TextRows((), tuple(c[-1]["content"] for c in rows)) for key, rows in self._chats.items()}
+        self._rows: dict[Any, TextRows] = answers or found
+        self.notes += tuple(notes)
+        problems += [*model_problems(own.model), *wrong]
         for (task, split), rows in self._rows.items():
             if split != "train" and self._metric(task) in LABELS:
                 problems += _unlettered(task, SPLITS[split], rows.answers)
@@ -174,6 +176,12 @@ class Trace(BaseSuite):
         self._top, self._prompts = self._frozen_below(lm)
         repeats = {task: s.repeats for task, s in self._settings.items() if s.repeats > 1}
         super().__init__(tasks=tasks, base=lm.params, where=lm.where, seed=seed, repeats=repeats)
+
+    def _with_made(self, task: str, splits: dict[str, Any], missing: tuple[str, ...]) -> dict[str, Any]:
+        """The splits with those that are missing, made from train."""
+        lettered = self._metric(task) in LABELS and not self.options.chat
+        labels: Any = (lambda rows: rows.answers) if lettered else (lambda rows: None)
+        return with_made(splits, missing, rows=_asked, take=_some, labels=labels)
 
     def _doubts(self, lm: LanguageModel) -> Iterator[str]:
         """Notes on answers that cannot be counted, and on settings for generation that are not used."""
@@ -507,7 +515,7 @@ def settings_of(task: str, options: TraceOptions) -> Decoding:
 
 
 def _conversations(options: TraceOptions, task: str, split: str) -> tuple[Conversation, ...]:
-    return load_conversations(options.data, task, SPLITS[split], columns=options.columns)[: options.rows]
+    return load_conversations(options.data, task, SPLITS[split], columns=options.columns)
 
 
 def _texts(options: TraceOptions, task: str, split: str) -> TextRows:
@@ -515,7 +523,25 @@ def _texts(options: TraceOptions, task: str, split: str) -> TextRows:
     if not isinstance(rows, TextRows):
         way = "this suite takes prompts and answers: give some, or take --preset images"
         raise ValueError(f"{options.data} ({task}, {SPLITS[split]}) holds images, {way}")
-    return TextRows(rows.prompts[: options.rows], rows.answers[: options.rows])
+    return rows
+
+
+def _size(rows: TextRows | Sequence[Conversation]) -> int:
+    return len(rows.answers) if isinstance(rows, TextRows) else len(rows)
+
+
+def _some(rows: Any, places: Sequence[int]) -> Any:
+    return take(rows, places) if isinstance(rows, TextRows) else tuple(rows[i] for i in places)
+
+
+def _first(rows: Any, count: int | None) -> Any:
+    return rows if count is None else _some(rows, range(min(count, _size(rows))))
+
+
+def _asked(rows: TextRows | Sequence[Conversation]) -> TextRows:
+    """What rows ask, without answers: a prompt may have several."""
+    prompts = rows.prompts if isinstance(rows, TextRows) else tuple(str(own[:-1]) for own in rows)
+    return TextRows(prompts, ("",) * len(prompts))
 
 
 def _unlettered(task: str, split: str, answers: Sequence[str]) -> list[str]:

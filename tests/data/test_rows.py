@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from smat_fn.data.labelled import load_task
-from smat_fn.data.rows import ImageRows, TextRows, load_conversations, load_rows, take
+from smat_fn.data.rows import ImageRows, NoSplit, TextRows, load_conversations, load_rows, take
 from smat_fn.errors import name_rows
 from smat_fn.suites.sources import tasks_of
 
@@ -433,8 +433,17 @@ def test_a_split_of_the_hub_is_asked_by_its_other_names(monkeypatch):
     monkeypatch.setattr("smat_fn.data.rows.read_hub", load)
     assert load_rows("some/data", "t", "dev") == TEXTS
     assert asked == ["dev", "validation"]
-    with pytest.raises(ValueError, match='Unknown split "eval"'):
+    with pytest.raises(NoSplit, match='Unknown split "eval"'):
         load_rows("some/data", "t", "eval")
+
+
+def test_a_split_that_is_missing_is_told_from_a_task_that_is(tmp_path):
+    write(tmp_path, "t", "train.json", json.dumps(ROWS))
+    with pytest.raises(NoSplit, match=r"t has no dev\.json"):
+        load_rows(tmp_path, "t", "dev")
+    with pytest.raises(ValueError, match=r"other has no dev\.json") as error:
+        load_rows(tmp_path, "other", "dev")
+    assert not isinstance(error.value, NoSplit)
 
 
 def test_rows_of_another_preset_are_recognised(tmp_path):

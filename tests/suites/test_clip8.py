@@ -342,6 +342,19 @@ def test_images_in_two_splits_or_with_two_labels_are_a_note(load, folders, tmp_p
     )
 
 
+def test_splits_that_a_task_lacks_are_made_from_train(load, folders, tmp_path):
+    from PIL import Image
+
+    images = np.random.default_rng(0).integers(0, 255, (40, 9, 9, 3), dtype=np.uint8)
+    for place, image in enumerate(images):
+        home = tmp_path / "rows/mine/train" / ("even", "odd")[place % 2]
+        home.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(home / f"{place}.png")
+    suite = load(data=str(tmp_path / "rows"), templates="a {}")
+    assert suite.notes == ("mine has no test and no dev split, made from train: 26 train, 6 dev, 8 test rows",)
+    assert [suite._rows["mine", split].labels.tolist().count(0) for split in ("train", "dev", "test")] == [13, 3, 4]
+
+
 def test_a_hub_that_fails_is_asked_once(load, monkeypatch):
     asked = []
 
@@ -365,7 +378,7 @@ def test_data_problems_are_told_together_before_the_model_is_loaded(load, folder
     (tmp_path / "rows" / "shapes" / "dev.npz").unlink()
     (tmp_path / "rows" / "shapes" / "test.npz").unlink()
     (tmp_path / "rows" / "shapes" / "test.json").write_text('[{"prompt": "a", "answer": "b"}]')
-    with pytest.raises(ValueError, match=r"shapes has no dev\.json") as error:
+    with pytest.raises(ValueError, match="the label of row 2 is outside 0 to 2") as error:
         load(data=str(tmp_path / "rows"), model=str(tmp_path / "none"), eval_batch=0)
     message = str(error.value)
     for part in (

@@ -360,7 +360,7 @@ def test_data_problems_are_told_together_before_the_model_is_loaded(load, tmp_pa
     write_rows(tmp_path / "rows", "FOMC")
     (tmp_path / "rows" / "FOMC" / "dev.json").write_text('[{"prompt": "a"}]')
     (tmp_path / "rows" / "FOMC" / "eval.json").unlink()
-    with pytest.raises(ValueError, match=r"FOMC has no eval\.json") as error:
+    with pytest.raises(ValueError, match=r"other has no eval\.json") as error:
         load(data=str(tmp_path / "rows"), tasks=["FOMC", "other"], model=str(tmp_path / "none"), decode_batch=0)
     message = str(error.value)
     for part in (
@@ -372,6 +372,39 @@ def test_data_problems_are_told_together_before_the_model_is_loaded(load, tmp_pa
     ):
         assert part in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("gone", [("dev",), ("dev", "eval")])
+def test_splits_that_a_task_lacks_are_made_from_train(load, tmp_path, gone):
+    write_rows(tmp_path / "rows", "mine", sizes=(30, 3, 4))
+    write_rows(tmp_path / "rows", "C-STANCE", sizes=(30, 3, 4), answers="ABB")
+    file = tmp_path / "rows/mine/train.json"
+    rows = json.loads(file.read_text())
+    file.write_text(json.dumps([*rows, {**rows[0], "answer": "another"}]))  # a prompt with two answers
+    for task in ("mine", "C-STANCE"):
+        for split in gone:
+            (tmp_path / "rows" / task / f"{split}.json").unlink()
+    suite = load(data=str(tmp_path / "rows"))
+    whole, own = suite._rows["mine", "train"], {split: suite._rows["mine", split] for split in ("train", "dev", "test")}
+    prompts = {split: set(rows.prompts) for split, rows in own.items()}
+    assert not prompts["train"] & (prompts["dev"] | prompts["test"])
+    assert not prompts["dev"] & prompts["test"]
+    sizes = {split: len(rows.answers) for split, rows in own.items()}
+    assert sizes["dev"] == {1: 6, 2: 4}[len(gone)]  # at most a fifth of what is left
+    assert ("another" in whole.answers) == (rows[0]["prompt"] in prompts["train"])
+    lacks = {1: "no dev", 2: "no test and no dev"}[len(gone)]
+    counts = ", ".join(f"{size} {split}" for split, size in sizes.items())
+    assert f"mine has {lacks} split, made from train: {counts} rows" in suite.notes
+    assert suite._rows["C-STANCE", "dev"].answers.count("A") == {1: 2, 2: 1}[len(gone)]  # a third, as of train
+    again = load(data=str(tmp_path / "rows"), rows=2)
+    assert {split: again._rows["mine", split].prompts for split in own} == {s: r.prompts[:2] for s, r in own.items()}
+
+
+def test_a_task_with_too_few_rows_for_a_split_says_so(load, tmp_path):
+    write_rows(tmp_path / "rows", "mine", sizes=(1, 3, 4))
+    (tmp_path / "rows/mine/dev.json").unlink()
+    with pytest.raises(ValueError, match="mine has no dev split, and its 1 rows of train are too few to make it: "):
+        load(data=str(tmp_path / "rows"))
 
 
 def test_a_hub_that_fails_is_asked_once(load, monkeypatch):
@@ -578,6 +611,20 @@ def chatting(folders):
         ]
         (data / f"own/{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return {"model": str(model), "data": str(data)}
+
+
+def test_splits_of_conversations_are_made_by_what_the_answer_is_to(load, chatting, tmp_path):
+    rows = [
+        {"messages": [{"role": "user", "content": f"{word} {i % 10}?"}, {"role": "assistant", "content": f"rate {i}"}]}
+        for i, word in enumerate(("the", "rate") * 10)
+    ]
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    suite = load(model=chatting["model"], data=str(tmp_path), chat=True)
+    asked = {split: set(suite._rows["own", split].prompts) for split in ("train", "dev", "test")}
+    assert [len(prompts) for prompts in asked.values()] == [7, 1, 2]
+    assert len(set.union(*asked.values())) == 10
+    assert len(suite._rows["own", "train"].answers) == 14  # two to each prompt
 
 
 def test_conversations_are_trained_and_scored_by_the_template(load, chatting):
