@@ -125,7 +125,7 @@ def collect(
 
 
 class Collected(NamedTuple, Generic[Found]):
-    """What `collect_splits` found."""
+    """The rows of all tasks, with the problems and notes of reading them."""
 
     rows: dict[tuple[str, str], Found]  # by task and split
     problems: list[str]

@@ -539,7 +539,7 @@ def _first(rows: Any, count: int | None) -> Any:
 
 
 def _asked(rows: TextRows | Sequence[Conversation]) -> TextRows:
-    """What rows ask, without answers: a prompt may have several."""
+    """Rows as what they ask, without answers: a prompt may have several."""
     prompts = rows.prompts if isinstance(rows, TextRows) else tuple(str(own[:-1]) for own in rows)
     return TextRows(prompts, ("",) * len(prompts))
 
