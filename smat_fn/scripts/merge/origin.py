@@ -67,16 +67,24 @@ def name_problems(base: Path, experts: Mapping[str, Path], manifests: Mapping[st
 def _trained(
     base: Path, experts: Mapping[str, Path], manifests: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[Path, Mapping[str, Any], Folder]]:
-    """The experts of train.py with their manifests, and base, unless it is a run's or not a local folder."""
+    """The experts of train.py with their manifests, and base, unless it is of these commands or not a local folder."""
     opened = None
     for name, path in experts.items():
         manifest = manifests[name]
         own = manifest.get("kind") not in (None, "merged", "exported", "base") and key_of_base(path) in manifest
-        if not own or not base.is_dir() or (base / checkpoint.MANIFEST).is_file():
+        if not own or not base.is_dir() or _is_ours(base):
             continue
         with suppress(ValueError):  # of base: the merge says so
             opened = opened or open_folder("base", base)
             yield path, manifest, opened
+
+
+def _is_ours(base: Path) -> bool:
+    """Whether a folder is of train.py or merge.py; other tools have a file of this name too."""
+    with suppress(OSError, ValueError):
+        found: Any = checkpoint.load_manifest(base)
+        return isinstance(found, dict) and "kind" in found
+    return False
 
 
 def _way_out(base: Path, expert: Path) -> str:

@@ -584,6 +584,9 @@ def test_trained_experts_are_merged_on_the_base_that_they_were_trained_from(tmp_
     way = f"pass --base {tmp_path / 'whole/base'}, or --run {tmp_path / 'whole'} instead of --base and --experts$"
     with pytest.raises(ValueError, match=f"{whole} was trained from another base than .*other: {way}"):
         order("other", whole)
+    (tmp_path / "other" / "manifest.json").write_text('{"name": "of another tool"}')
+    with pytest.raises(ValueError, match=f"{whole} was trained from another base"):
+        order("other", whole)
     order("whole/base", whole)
     named = {f"model.{path}": leaf for path, leaf in base.items()}
     save_file(named | {"head.weight": torch.ones(2)}, tmp_path / "other" / "model.safetensors")
