@@ -13,6 +13,7 @@ from ...folders import open_folder, place_of
 from ...folders.inputs.adapters import is_adapter
 from ...folders.inputs.reading import Folder
 from ...lora.adapters import A, B, layer_of
+from .inputs import manifest_of
 
 
 def key_of_base(model: Path) -> str:
@@ -72,19 +73,11 @@ def _trained(
     for name, path in experts.items():
         manifest = manifests[name]
         own = manifest.get("kind") not in (None, "merged", "exported", "base") and key_of_base(path) in manifest
-        if not own or not base.is_dir() or _is_ours(base):
+        if not own or not base.is_dir() or manifest_of(base):
             continue
         with suppress(ValueError):  # of base: the merge says so
             opened = opened or open_folder("base", base)
             yield path, manifest, opened
-
-
-def _is_ours(base: Path) -> bool:
-    """Whether a folder is of train.py or merge.py; other tools have a file of this name too."""
-    with suppress(OSError, ValueError):
-        found: Any = checkpoint.load_manifest(base)
-        return isinstance(found, dict) and "kind" in found
-    return False
 
 
 def _way_out(base: Path, expert: Path) -> str:
