@@ -112,9 +112,9 @@ class DcMerge(Spectral):
     share: float = 0.0
     """Share of every expert's singular values that is kept; 0: 1 / number of experts."""
     keep: float = 0.001
-    """Share of the entries of an expert's matrix in that space that are kept."""
+    """Share of the entries kept of each expert's matrix, in the basis of all experts' singular vectors."""
     elect: bool = True
-    """Take the mean of the kept entries that have the sign of their sum; --no-elect takes their sum."""
+    """Sum the kept entries, instead of taking the mean of those that have the sign of the sum."""
     smooth: Smooth = "none"
     """Replace each expert's singular values by equal (mean) or linearly falling ones; for experts of low rank."""
     ratio: float = 5.0

@@ -159,7 +159,7 @@ class Della(Sparse):
     aggregate: Aggregate = field(default="mean", kw_only=True)
     """Mean or sum of the agreeing entries."""
     elect: bool = field(default=True, kw_only=True)
-    """Elect signs; with --no-elect take all entries."""
+    """Take all entries, not only those that have the elected sign."""
     windows: Mapping[str, float] = field(default_factory=dict, hash=False, kw_only=True)
     """Value of --window by expert name."""
 

@@ -90,7 +90,7 @@ class Emr(Masked):
     task: str | None = None
     """Expert that the model is for; without it, the output is one folder with a vector and a mask for each task."""
     coef: float = 1.0
-    """gamma; 1 is the source's."""
+    """Factor of the merged change (gamma); the authors take 1."""
 
     def rule(self, leaves: Mapped) -> Rule:
         place = self.place(leaves)

@@ -148,11 +148,11 @@ class Fisher(Weighted):
     grid: ClassVar = WIDE
     selects: ClassVar = ("weights_from",)
     coef: float | None = None
-    """gamma; 1 is the source's weighted mean. Presets have none: set it, or use --search."""
+    """Factor of the merged change (gamma); 1 gives the authors' weighted mean. Set it, or use --search."""
     weights_from: Literal["fisher", "adam"] = "fisher"
     """Each expert's fisher.safetensors (merge.py statistics), or the second moments of `train.py --keep-moments`."""
     normalize: bool = True
-    """Divide by the RMS of each expert's diagonal; with --no-normalize take them as they are."""
+    """Take diagonals as they are, instead of dividing each by its RMS."""
     floor: float = 1e-6
     """Minimum value of a diagonal, after the division by its RMS."""
 

@@ -64,9 +64,9 @@ class ModelStock(Merger):
     grams = uneven = True
     semantics: ClassVar = {"mergekit": {"clamp": False}}
     coef: float = 1.0
-    """gamma, a factor of the step; 1 is the source's."""
+    """Factor of the step (gamma); the authors take 1."""
     clamp: bool = True
-    """A mean cosine below 0 counts as 0, as in the derivation; with --no-clamp it is taken as it is."""
+    """Take a negative mean cosine as it is; else it counts as 0, as in the derivation."""
 
     def problems(self, experts: Experts) -> list[str]:
         return count_problems(experts, "model_stock", least=2)

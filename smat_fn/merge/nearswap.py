@@ -36,7 +36,7 @@ class NearSwap(Merger):
     t: float
     """Largest change of a weight, such as 0.0001."""
     coef: float = 1.0
-    """gamma; 1 is the source's."""
+    """Factor of the merged change (gamma); the authors take 1."""
 
     def problems(self, experts: Experts) -> list[str]:
         wrong = [] if 0 < self.t < float("inf") else [f"t is {self.t}, must be finite and above 0: the largest change"]

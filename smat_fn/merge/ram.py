@@ -97,11 +97,11 @@ class Ram(Merger):
     uneven = True
     semantics: ClassVar = {"mergekit": {"scope": "tensor"}}
     coef: float = 1.0
-    """gamma; 1 is the source's."""
+    """Factor of the merged change (gamma); the authors take 1."""
     threshold: float = 1e-5
     """Changes of weights up to this size count as none."""
     boost: float = 0.0
-    """r: 0 is RAM; above 0 RAM+, which enlarges what one expert alone changes by up to r * cap. The source's is 0.2."""
+    """0: RAM. Above 0: RAM+, where what one expert alone changes grows by up to boost * cap; the authors take 0.2."""
     cap: float = 1.0
     """Largest ratio of an expert's shared to its own coordinates that counts for --boost."""
     scope: Scope = "global"

@@ -103,7 +103,7 @@ class RegMean(Merger):
     semantics: ClassVar = {"mergekit": UNKNOWN}
     grid: ClassVar = WIDE
     coef: float | None = None
-    """gamma; 1 is the source's. Presets have none: set it, or use --search."""
+    """Factor of the merged change (gamma); the authors take 1. Set it, or use --search."""
     scale: float = 0.9
     """Factor of the off-diagonal entries of Gram matrices."""
     others: Others = "mean"

@@ -56,9 +56,9 @@ class Svc(OfMatrices):
 
     name = "svc"
     coef: float = 1.0
-    """gamma, a factor of the whole change; 1 is the source's."""
+    """Factor of the whole change (gamma); the authors take 1."""
     alpha: float = 1.0
-    """Minimum of the ratio of the merged response to an expert's; the mean ratio divides a singular value."""
+    """A singular value is divided by the mean ratio of merged to expert's response; ratios below this count as it."""
     skip: tuple[str, ...] = ()
     """Globs of matrices that stay as they are, such as embeddings too large for a decomposition: "*embed*"."""
 

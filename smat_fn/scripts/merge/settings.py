@@ -205,7 +205,7 @@ class Statistics:
     base: Annotated[Path | None, arg(help_behavior_hint="(default: that of the run)")] = None
     """Base of the experts."""
     suite_options: Annotated[Values, SUITE] = field(default_factory=dict)
-    """Other options of model and data; experts that train.py did not make need them: name NAME model ... data ..."""
+    """Of model and data. Experts of other tools need: name trace (or short_text, clip8) model BASE data DATA."""
     overwrite: bool = False
     """Replace statistics of other rows or settings."""
     threads: int = 1
@@ -235,7 +235,7 @@ class AdaMerging(OfRun):
     """AdaMerging: coefficients that minimise the merged classifier's prediction entropy on unlabelled dev rows."""
 
     layer_wise: bool = True
-    """One coefficient per parameter tensor and expert; with --no-layer-wise one per expert."""
+    """Learn one coefficient per expert, instead of one per parameter tensor and expert."""
     steps: int = 500
     """Steps of Adam."""
     lr: float = 1e-3
