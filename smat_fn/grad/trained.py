@@ -59,10 +59,19 @@ def norm_problems(norms: Sequence[tuple[str, nn.Module]]) -> list[str]:
     ]
 
 
-def sparse_problems(module: nn.Module) -> list[str]:
-    """Errors for embeddings whose gradients are sparse."""
+def embedding_problems(module: nn.Module) -> list[str]:
+    """Errors for embeddings whose gradients are sparse, or that clip their rows in the forward pass."""
+    found = [
+        (name, own)
+        for name, own in bare(module).named_modules()
+        if isinstance(own, nn.Embedding | nn.EmbeddingBag) and own.weight.requires_grad
+    ]
     return [
         f"{name!r} gives sparse gradients, which cannot be reweighted: make the {type(own).__name__} with sparse=False"
-        for name, own in bare(module).named_modules()
-        if isinstance(own, nn.Embedding | nn.EmbeddingBag) and own.sparse and own.weight.requires_grad
+        for name, own in found
+        if own.sparse
+    ] + [
+        f"{name!r} writes to its weight in the forward pass, which would be at theta~: set its max_norm to None"
+        for name, own in found
+        if own.max_norm is not None
     ]

@@ -22,6 +22,7 @@ from ..types import Predicate
 
 _OWN_LOOPS = "PPOTrainer", "OnlineDPOTrainer", "NashMDTrainer", "XPOTrainer"  # TRL: no training_step or compute_loss
 _INSIDE_BACKWARD = "LayerWiseDummyOptimizer", "Lomo", "AdaLomo"
+_OTHER_ADAPTERS = "hada_w", "lokr_w", "vera_lambda", "oft_", "boft_", "ia3_l", "prompt_encoder", "fourierft_", "miss_"
 _SAMPLED = 64  # values of a parameter by which another theta_0 is recognised
 _NAMES = {"masked": "hash of the masked parameters", "theta_0": "hash of theta_0"}  # in errors
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -34,15 +35,17 @@ def key_problems(key: Any) -> list[str]:
     return [f"key is {key!r}, must be one key: key=smat_fn.random.key({key if type(key) is int else 0})"]
 
 
-def record(key: Tensor, schedule: Schedule, base: Mapping[str, Tensor], where: Predicate) -> dict[str, Any]:
-    """JSON values that a run must share to resume from a checkpoint; theta_0 by some values, whatever their dtype."""
+def record(
+    key: Tensor, schedule: Schedule, base: Mapping[str, Tensor], where: Predicate, samples: Mapping[str, bytes]
+) -> dict[str, Any]:
+    """JSON values that a run must share to resume from a checkpoint. Args: samples: of base, as `samples_of`."""
     masked = hashlib.blake2b(digest_size=8)
     for path, leaf in sorted(base.items()):
         masked.update(f"{path}:{bool(where(path, leaf))};".encode())
     # JSON cannot hold numbers of numpy
     numbers = {name: float(getattr(schedule, name)) for name in ("alpha_min", "drop_prob", "sigma")}
     settings = {**numbers, "period": schedule.period, "noise": schedule.noise}
-    return {"key": key.tolist(), **settings, "masked": masked.hexdigest(), "theta_0": hash_of(base)}
+    return {"key": key.tolist(), **settings, "masked": masked.hexdigest(), "theta_0": hash_of(samples)}
 
 
 def of_all_processes(record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -71,14 +74,23 @@ def process_problems(records: Sequence[Mapping[str, Any]]) -> list[str]:
     return found
 
 
-def hash_of(base: Mapping[str, Tensor]) -> str:
-    """A hash of some values of every parameter, whatever their dtype."""
-    sampled = hashlib.blake2b(digest_size=8)
-    for path, leaf in sorted(base.items()):
-        count = min(leaf.numel(), _SAMPLED)
-        places = torch.arange(count, device=leaf.device) * leaf.numel() // max(count, 1)
-        sampled.update(path.encode() + leaf.detach().flatten()[places].double().cpu().numpy().tobytes())
-    return sampled.hexdigest()
+def samples_of(base: Mapping[str, Tensor]) -> dict[str, bytes]:
+    """Some values of every parameter, whatever its dtype, by which other weights are recognised."""
+    return {path: _sample(leaf) for path, leaf in base.items()}
+
+
+def _sample(leaf: Tensor) -> bytes:
+    count = min(leaf.numel(), _SAMPLED)
+    places = torch.arange(count, device=leaf.device) * leaf.numel() // max(count, 1)
+    return bytes(leaf.detach().flatten()[places].double().cpu().numpy().tobytes())
+
+
+def hash_of(samples: Mapping[str, bytes]) -> str:
+    """A hash of the samples of all parameters."""
+    hashed = hashlib.blake2b(digest_size=8)
+    for path, values in sorted(samples.items()):
+        hashed.update(path.encode() + values)
+    return hashed.hexdigest()
 
 
 def resume_problems(stored: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[str]:
@@ -127,21 +139,23 @@ def model_problems(trainer: Any) -> list[str]:
     return []
 
 
-def trained_problems(trainer: Any, origin: Mapping[str, Tensor], known: str | None) -> list[str]:
+def trained_problems(trainer: Any, origin: Mapping[str, Tensor], known: Mapping[Tensor, bytes]) -> list[str]:
     """The error for a copy of weights that this trainer, or another one, has trained already.
 
-    Args: origin: the weights of now; known: hash of the theta_0 from which the model was trained with SMAT before.
+    Args: origin: the weights of now; known: samples of theta_0 by the parameters that were trained with SMAT from it.
     """
     if (steps := trainer.state.global_step) and trainer.model_init is None:  # which makes new ones
         return [
             f"the trainer has trained for {steps} steps, so that its weights are no longer the pretrained ones: "
             "attach before train(), or give base="
         ]
-    if known is None or (not any(leaf.is_meta for leaf in origin.values()) and known == hash_of(origin)):
+    changed = [path for path, p in origin.items() if p in known and (p.is_meta or known[p] != _sample(p))]
+    if not changed:
         return []
     return [
-        "the model was trained with SMAT before, so that its weights are no longer the pretrained ones: build it "
-        "again from these (as where a notebook's cell makes the trainer again), or give base="
+        f"{', '.join(errors.shortened(changed, '{} more'))}: trained with SMAT by another trainer before, and not the "
+        "weights any more that this began from: load these, or build the model again (as where a notebook's cell makes "
+        "the trainer again), or give base="
     ]
 
 
@@ -168,7 +182,12 @@ def others(trainer: Any, leaves: Mapping[str, nn.Parameter]) -> str:
 
 
 def factors(leaves: Iterable[str]) -> str:
-    """The warning for PEFT's factors, an empty text without them."""
+    """The warning for the factors of an adapter, an empty text without them."""
+    if found := next((path for path in leaves if any(part in path for part in _OTHER_ADAPTERS)), None):
+        return (
+            f"SMAT: Scale, Mask and Perturb act on the adapter's own parameters, such as {found}, not on the weights "
+            "that a merger sees"
+        )
     if not any("lora_A" in path for path in leaves):
         return ""
     return (
@@ -231,7 +250,8 @@ def no_compute_loss(trainer: Any) -> str:
     """The error for a training_step around which no weights can be switched."""
     return (
         f"the training step of {type(trainer).__name__} does not call compute_loss with gradients enabled, so that its "
-        "loss cannot be taken at simulated states: write the loop yourself, with smat_fn.mat.smat.build"
+        "loss cannot be taken at simulated states (a batch that is left out must leave no gradient): write the loop "
+        "yourself, with smat_fn.mat.smat.build"
     )
 
 
@@ -275,7 +295,7 @@ def trainer_problems(trainer: Any, leaves: Mapping[str, nn.Parameter]) -> list[s
     """Errors for no parameters, weights that are not whole in this process, and updates inside the backward pass."""
     problems = [] if leaves else ["the trainer's model has no trainable parameter"]
     problems += errors.problems_of(tree.check_floating, leaves, "the trainer's model")
-    problems += trained.sparse_problems(trainer.model)
+    problems += trained.embedding_problems(trainer.model)
     kinds = "fsdp", "fsdp_xla", "deepspeed"
     problems += [
         f"the trainer shards its weights by {name}: attach cannot switch them"
@@ -307,12 +327,10 @@ def trainer_problems(trainer: Any, leaves: Mapping[str, nn.Parameter]) -> list[s
     inside = [f"optim={name!r}"] if made is None and (name.endswith("layerwise") or name in ("lomo", "adalomo")) else []
     if type(made).__name__ in _INSIDE_BACKWARD or hasattr(made, "fused_backward"):
         inside.append(type(made).__name__)
-    hooked = [path for path, p in leaves.items() if getattr(p, "_post_accumulate_grad_hooks", None)]
-    inside += [f"the post-accumulate-grad hook of {hooked[0]!r}"] if hooked else []
     problems += [
         f"{what} acts on gradients inside the backward pass, at theta~ and before they are reweighted: choose an "
         "optimizer that steps after it"
-        for what in inside
+        for what in [*inside, *hooks_of(leaves)]
     ]
     if groups := getattr(made, "param_groups", None):
         held = {id(p) for group in groups for p in group["params"]}
@@ -324,6 +342,12 @@ def trainer_problems(trainer: Any, leaves: Mapping[str, nn.Parameter]) -> list[s
                 "(p.requires_grad_(False)) before attach, or give them to the optimizer"
             )
     return problems
+
+
+def hooks_of(leaves: Mapping[str, nn.Parameter]) -> list[str]:
+    """The first hook on gradients that runs inside the backward pass, if there is one."""
+    hooked = [path for path, p in leaves.items() if getattr(p, "_post_accumulate_grad_hooks", None)]
+    return [f"the post-accumulate-grad hook of {hooked[0]!r}"] if hooked else []
 
 
 def _overlaps(model: nn.Module, leaves: Mapping[str, nn.Parameter]) -> list[str]:
@@ -390,8 +414,8 @@ def base_problems(base: Mapping[str, Tensor], model: nn.Module, leaves: Mapping[
 
 
 def _extent(tensor: Tensor) -> tuple[str, int, int]:
-    """Device and addresses of a tensor's storage; views of one storage share them."""
-    if tensor.is_meta:
+    """Device and addresses of a tensor's storage, which views share; none of a tensor that wraps others."""
+    if tensor.is_meta or is_traceable_wrapper_subclass(tensor):
         return str(tensor.device), 0, 0
     storage = tensor.untyped_storage()
     return str(tensor.device), storage.data_ptr(), storage.data_ptr() + storage.nbytes()

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import errors, tree
 from ..grad import trained
@@ -31,7 +31,7 @@ from . import checks
 _LOG = logging.getLogger(__name__)
 _HANDLE = "_smat_attached"  # the trainer's attribute that holds the handle
 _RECORD = "smat_fn"  # the name of its settings in a checkpoint's trainer_state.json
-_ORIGINS = WeakKeyDictionary[nn.Module, str]()  # of models that began to train: the hash of their theta_0
+_ORIGINS: Any = WeakIdKeyDictionary()  # of parameters that began to train: the samples of their theta_0
 _METHODS = "training_step", "compute_loss", "log", "call_model_init"
 # methods of the trainer and of its accelerator, ...
 _AT_THETA = "evaluate", "predict", "evaluation_loop", "prediction_loop", "save_model", "save_state"
@@ -60,7 +60,7 @@ class Attached:
         self._pinned: storage.Host | None = None  # with "host": the memory of that copy
         self._model: nn.Module | None = None  # ... this model
         self._untrained = False  # whether no step has been trained since the copy
-        self._origin = ""  # the hash of theta_0, until a step is trained from it
+        self._origin = dict[str, bytes]()  # samples of theta_0, until a step is trained from it
         self._text = ""
         self._weights: SimulatedWeights | None = None  # while the trainer trains, and the parameters of then
         self._leaves, self._dtypes = dict[str, nn.Parameter](), list[torch.dtype]()
@@ -68,11 +68,12 @@ class Attached:
         self._at_theta = list[tuple[Any, str]]()  # methods that run at theta inside a simulated step too
         self._step = -1  # an optimizer step that is not complete, ...
         self._now: Draw | None = None  # ... and its draw
-        self._summed = -1  # the step of the last gradient, ...
+        self._summed = -1  # the step of the last gradient, -1 before the first one, ...
         self._finished = -1  # ... and of the last complete one
         # whether the gradient of this optimizer step is; one that runs already is not SMAT's
         self._complete = bool(getattr(trainer, "is_in_train", False))
         self._inside: ExitStack | None = None  # a training_step that has not come to compute_loss
+        self._early = ExitStack()  # hooks on the modules with trained parameters until then
         self._within = False  # a training_step
         self._scales, self._steps = list[Tensor](), 0  # alphas, and the number of steps, since the last log
         self._active = True
@@ -171,12 +172,13 @@ class Attached:
         slices = max(1, self._schedule.period - 1) if self._host else None
         self._weights = SimulatedWeights(leaves, base, where=self._where(model), slices=slices, once=True)
         self._leaves, self._dtypes = leaves, [p.dtype for p in leaves.values()]
-        record = checks.record(self._key, self._schedule, self._own if self._host else base, self._where(model))
+        origin: Mapping[str, Tensor] = self._own if self._host else base
+        self._origin = checks.samples_of(origin)
+        record = checks.record(self._key, self._schedule, origin, self._where(model), self._origin)
         errors.raise_problems(checks.process_problems(checks.of_all_processes(record)))
         state = self._trainer.state
         start = 0 if _RECORD in state.stateful_callbacks else state.global_step  # of the steps with SMAT
         self._remember(record)
-        self._origin = record["theta_0"]
         self._norms = trained.norms_of(model)
         # wrappers of torch.compile pass on what is set and deleted
         modules = [own for own in model.modules() if not isinstance(getattr(own, "_orig_mod", None), nn.Module)]
@@ -231,7 +233,9 @@ class Attached:
             errors.raise_problems(checks.start_problems(self._own, self._leaves))
         self._untrained = False
         if self._origin:  # the first step of a training
-            _ORIGINS[trained.bare(self._trainer.model)], self._origin = self._origin, ""
+            for path, p in self._leaves.items():
+                _ORIGINS[p] = self._origin[path]
+            self._origin = {}
         trainer, weights, step = self._trainer, self._weights, self._trainer.state.global_step
         loss = trainer.compute_loss
         assert weights is not None
@@ -252,12 +256,13 @@ class Attached:
                 if loss != self._compute_loss:  # replaced since attach: all that it computes is at theta~
                     self._inside.enter_context(_instead(trainer, "compute_loss", partial(self._loss, loss)))
                 result = original(*args, **options)
-                if self._inside is not None:
+                if self._inside is not None and not self._left_out():
                     raise ValueError(checks.no_compute_loss(trainer))
         except BaseException:
             self._step, self._now = -1, None  # another try begins with other weights
             raise
         finally:
+            self._early.close()
             self._inside, self._within = None, False
         if trainer.accelerator.sync_gradients:  # the last micro-batch: the sum is complete, clipping is next
             self._finish_step()
@@ -273,6 +278,12 @@ class Attached:
             raise ValueError("; ".join([*found, "SMAT simulates those of the start: attach again, then train"]))
         if problems := checks.cast_problems(self._leaves, self._dtypes):
             raise ValueError("; ".join([*problems, "convert the model before it is trained"]))
+        if hooked := checks.hooks_of(self._leaves):
+            raise ValueError(f"{hooked[0]} was registered in training, and acts on gradients inside the backward pass")
+
+    def _left_out(self) -> bool:
+        """Whether a training_step without a loss left no gradient, as where it catches an error and skips the batch."""
+        return self._summed >= 0 and not checks.gradient_problems(self._leaves)
 
     @contextmanager
     def _watched(self, model: nn.Module) -> Iterator[None]:
@@ -282,6 +293,12 @@ class Attached:
             if self._inside is not None and not self._schedule.off and torch.is_grad_enabled():
                 raise ValueError(checks.early_forward(self._trainer))
 
+        own = {id(p) for p in self._leaves.values()}
+        # what a program does, it does in most steps: the parts of the model are watched in the first one alone
+        parts = () if self._summed >= 0 else model.modules()
+        for part in parts:
+            if any(id(p) in own for p in part.parameters(recurse=False)):
+                self._early.callback(part.register_forward_pre_hook(before).remove)
         hook = model.register_forward_pre_hook(before)
         try:
             yield
@@ -291,7 +308,8 @@ class Attached:
     def _finish_step(self) -> None:
         if self._now is not None and self._weights is not None:
             grads = {path: p.grad for path, p in self._leaves.items() if p.grad is not None}
-            self._weights.reweight(grads, self._now)
+            if grads:  # else the batch was left out
+                self._weights.reweight(grads, self._now)
             self._scales.append(self._now.scale)
         self._steps += 1
         self._complete, self._finished = True, self._step
@@ -304,11 +322,12 @@ class Attached:
         if not torch.is_grad_enabled():  # an evaluation inside training_step
             return original(*args, **options)
         inside, self._inside = self._inside, None
+        self._early.close()  # before the model may be compiled
         if inside is not None and not self._schedule.off:
             first = self._summed != self._step
             problems = checks.gradient_problems(self._leaves) if first else []
             errors.raise_problems(problems + trained.norm_problems(self._norms))
-            self._summed = self._step
+        self._summed = self._summed if inside is None else self._step
         if inside is not None and self._now is not None and self._weights is not None:
             # from here to the end of the backward pass; what is prepared before, and may be generated, is at theta
             for owner, name in self._at_theta:
@@ -400,7 +419,7 @@ def attach(
         handle._frozen = {path: leaf for path, leaf in known.items() if path not in origin}
         origin = {path: known.get(path, p) for path, p in origin.items()}
     elif base is None or isinstance(base, str):
-        errors.raise_problems(checks.trained_problems(trainer, origin, _ORIGINS.get(trained.bare(trainer.model))))
+        errors.raise_problems(checks.trained_problems(trainer, origin, _ORIGINS))
     handle._attach(origin)
     if known and earlier is not None:
         handle._untrained &= earlier._untrained

@@ -1,8 +1,9 @@
 """A loop of the caller's own: a module's parameters hold the simulated state during forward and backward."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,9 @@ from ..simulation import Draw, reweight, simulate
 from ..types import Params, Where
 from ..where import block_linear, mask_problems, never
 from .offload.storage import BaseBuffer
+
+_OPEN = WeakSet[nn.Module]()  # modules whose parameters hold theta~, by `SimulatedWeights.of`
+_ELSEWHERE = "grad_sample", "main_grad"  # gradients that Opacus and Megatron read instead of ``grad``
 
 
 class SimulatedWeights:
@@ -54,6 +58,7 @@ class SimulatedWeights:
         self._switch, self._drawn = switch, cast(Draw | None, None)
         self._once = once or slices is not None  # a base in host memory has become theta~
         self._module = cast(nn.Module | None, None)
+        self._check_base: Callable[[], None] = lambda: None
         # the draw of the blocks since the last reweighting, and whether a backward pass ran in one
         self._passed, self._differentiated = cast(Draw | None, None), False
         self._masks = False  # whether the masked set names a parameter
@@ -85,7 +90,7 @@ class SimulatedWeights:
         if not isinstance(module, nn.Module):
             raise ValueError(f"SimulatedWeights: module is a {type(module).__name__}, must be a torch.nn.Module")
         leaves = trained.leaves_of(module)
-        problems = trained.sparse_problems(module)
+        problems = trained.embedding_problems(module)
         problems += [] if leaves else ["the module has no parameter with requires_grad: unfreeze what is trained"]
         raise_problems(problems, "SimulatedWeights")
         if base is None:
@@ -95,6 +100,8 @@ class SimulatedWeights:
             tree.check_same(leaves, "the module", base=own)
         states = cls(leaves, own, where=block_linear(trained.bare(module)) if where is None else where)
         states._module = module
+        if base is not None:
+            states._check_base = tree.unchanged(own)
         return states
 
     def prepare(self) -> None:
@@ -112,6 +119,11 @@ class SimulatedWeights:
             names than the parameters', and for weights that were written to inside the block; of a device, writes that
             only a norm shows when the next block begins.
         """
+        if self._kept or self._module in _OPEN:
+            raise ValueError(
+                "at() inside another at() of these weights, or a block before was not left (an exception, or a hook "
+                "that did not run): leave it first"
+            )
         if drawn is None:
             yield
             return
@@ -174,11 +186,14 @@ class SimulatedWeights:
     def _held(self, drawn: Draw) -> Iterator[None]:
         unread, self._unread = self._unread, ({}, {})
         _refuse_writes(_differing(*unread))
+        self._check_base()
         if not self._once or tree.written(self._parameters, self._versions):
             self._drawn = None
         weights = {path: p.detach() for path, p in self._parameters.items()}
         kept = weights if self._switch else {path: weight.clone() for path, weight in weights.items()}
         self._kept = kept
+        if self._module is not None:
+            _OPEN.add(self._module)
         try:
             if not self._switch or drawn is not self._drawn:
                 base = self._base
@@ -221,6 +236,8 @@ class SimulatedWeights:
                 raise
             torch.clear_autocast_cache()
             self._kept, self._versions = {}, tree.versions(self._parameters)
+            if self._module is not None:
+                _OPEN.discard(self._module)
 
     def _put_back(self, kept: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
@@ -276,7 +293,8 @@ class SimulatedWeights:
         if grads and drawn is self._passed and not self._differentiated:
             raise ValueError(
                 "no backward pass ran in the blocks of this draw: call backward() inside, where the parameters hold "
-                "theta~ (gradients of torch.autograd.grad: states.reweight(grads, drawn))"
+                "theta~ (gradients of torch.autograd.grad: states.reweight(grads, drawn); where a framework calls "
+                "backward, as Lightning, the block is open from before training_step to on_after_backward)"
             )
         self.reweight(grads, drawn)
 
@@ -296,6 +314,12 @@ class SimulatedWeights:
             raise ValueError(
                 f"grads has {', '.join(shortened(unknown, '{} more'))}, names that SimulatedWeights does not have, and "
                 f"draws depend on names: give those of its parameters, such as {next(iter(self._parameters))!r}"
+            )
+        if read := [(path, name) for name in _ELSEWHERE for path in grads if _is_set(self._parameters[path], name)]:
+            path, name = read[0]
+            raise ValueError(
+                f"parameter {path!r} has {name}, by which an optimizer may step instead of by the gradient that is "
+                "reweighted: DP-SGD and optimizers with gradients of their own are not supported"
             )
         if drawn is not self._passed:
             raise ValueError(
@@ -396,6 +420,10 @@ def _fitting(buffer: Tensor, weight: Tensor) -> Tensor:
     """The buffer of theta~, or a new one for a weight of another dtype, device or layout."""
     alike = (buffer.dtype, buffer.device, buffer.stride()) == (weight.dtype, weight.device, weight.stride())
     return buffer if alike else torch.empty_like(weight)
+
+
+def _is_set(parameter: Tensor, name: str) -> bool:
+    return getattr(parameter, name, None) is not None
 
 
 def _version(grad: Tensor) -> int:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from smat_fn import optim, random
+from smat_fn import errors, optim, random
 from smat_fn.grad import ModuleLoss, trained
 from smat_fn.integrations import checks
 from smat_fn.integrations.trainer import attach
@@ -270,7 +270,7 @@ def test_a_model_that_another_trainer_has_trained_needs_its_base(tmp_path):
     attach(own_trainer(model, tmp_path), key=KEY, **STRENGTHS)  # not trained yet
     trainer.train()
     trainer = own_trainer(model, tmp_path)  # a notebook's cell run again
-    with pytest.raises(ValueError, match="the model was trained with SMAT before"):
+    with pytest.raises(ValueError, match=r"model.embed_tokens.weight, .* more: trained with SMAT by another trainer"):
         attach(trainer, key=KEY, **STRENGTHS)
     attach(trainer, key=KEY, base=pretrained, **STRENGTHS)
     model.load_state_dict(pretrained, strict=False)  # a head tied to the embedding is not in it
@@ -514,6 +514,29 @@ def unfreeze(model):
 
 def replace(model):
     model.model.norm.weight = nn.Parameter(model.model.norm.weight.detach().clone())
+
+
+def test_parts_of_one_model_that_are_trained_after_each_other_are_experts(tmp_path):
+    """As adapters of one model, a trainer each; a new part is no trained one."""
+    model, parts = tiny_llama(), ("self_attn", "mlp")
+    pretrained = copies(model)
+    for part in parts:
+        for name, p in model.named_parameters():
+            p.requires_grad_(part in name)
+        trainer = own_trainer(model, tmp_path)
+        attach(trainer, key=KEY, **STRENGTHS)
+        trainer.train()
+    alone = tiny_llama()
+    for name, p in alone.named_parameters():
+        p.requires_grad_("mlp" in name)
+    alone.load_state_dict({**pretrained, **{n: p for n, p in copies(model).items() if "self_attn" in n}}, strict=False)
+    trainer = own_trainer(alone, tmp_path)
+    attach(trainer, key=KEY, **STRENGTHS)
+    trainer.train()
+    assert same(alone, copies(model))
+    model.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"layers.0.self_attn.q_proj.weight, .*: trained with SMAT by another trainer"):
+        attach(own_trainer(model, tmp_path), key=KEY, **STRENGTHS)
 
 
 @pytest.mark.parametrize("step", [0, 1, 3], ids=["first", "clean or not", "later"])
@@ -819,12 +842,18 @@ def test_the_end_of_a_training_says_how_large_sigma_was_beside_the_update(host, 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # asked by peft
 def test_adapters_of_peft_are_told_that_their_factors_are_simulated(tmp_path, caplog):
     peft = pytest.importorskip("peft")
-    for wrap, told in ((lambda m: m, False), (lambda m: peft.get_peft_model(m, peft.LoraConfig(r=2)), True)):
+    hadamard = peft.LoHaConfig(r=2, target_modules=["q_proj"])
+    for wrap, told in (
+        (lambda m: m, ""),
+        (lambda m: peft.get_peft_model(m, peft.LoraConfig(r=2)), "act on the adapter's A and B"),
+        (lambda m: peft.get_peft_model(m, hadamard), "act on the adapter's own parameters, such as base_model.model"),
+    ):
         caplog.clear()
         trainer = trainer_of(wrap(tiny_llama()), tmp_path, max_steps=2)
         attach(trainer, key=KEY, where=lambda name, p: True, **STRENGTHS)
         trainer.train()
-        assert ("act on the adapter's A and B" in caplog.text) is told
+        assert told in caplog.text
+        assert ("act on the adapter's" in caplog.text) is bool(told)
 
 
 def alpha_of(step):
@@ -1037,6 +1066,17 @@ class TwoLosses(transformers.Trainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
 
+class PartBefore(transformers.Trainer):
+    """Runs a part of the model for a term that compute_loss adds."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        self.states = model.model(input_ids=inputs["input_ids"]).last_hidden_state
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return super().compute_loss(model, inputs) + self.states.square().mean()
+
+
 class TwoPasses(transformers.Trainer):
     """Compares two passes, as R-Drop does, of which compute_loss has the second one."""
 
@@ -1064,6 +1104,7 @@ class OwnLoop(transformers.Trainer):
     [
         (OwnStep, "training_step of OwnStep runs the model with gradients before or without compute_loss"),
         (TwoPasses, "training_step of TwoPasses runs the model with gradients before or without compute_loss"),
+        (PartBefore, "training_step of PartBefore runs the model with gradients before or without compute_loss"),
         (ZerothOrder, "training step of ZerothOrder does not call compute_loss with gradients enabled"),
         (TwoLosses, "gradients were summed before the first compute_loss .* take all losses of a step in compute_loss"),
         (OwnLoop, "OwnLoop updates the weights without a complete training_step"),
@@ -1076,6 +1117,78 @@ def test_trainers_whose_loss_is_taken_elsewhere_are_refused_before_an_update(kin
     with pytest.raises(ValueError, match=message):
         trainer.train()
     assert same(module, copies(tiny_llama()))
+
+
+class Skipping(transformers.Trainer):
+    """Leaves out the batches of some steps, in which the loss or what comes before it fails."""
+
+    skipped, early = (), False
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        try:
+            if self.early and self.state.global_step in self.skipped:
+                raise MemoryError
+            return super().training_step(model, inputs, num_items_in_batch)
+        except MemoryError:
+            model.zero_grad()
+            return torch.zeros(())
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs)
+        if self.state.global_step in self.skipped:
+            raise MemoryError
+        return loss
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("period", [1, 2])
+def test_a_batch_that_training_step_leaves_out_is_a_step_without_gradient(early, period, tmp_path):
+    model, weights = tiny_llama(), Weights()
+    trainer = own_trainer(model, tmp_path, kind=Skipping, callbacks=[weights])
+    trainer.skipped, trainer.early = (1, 2), early
+    attach(trainer, key=KEY, **STRENGTHS | {"period": period})
+    trainer.train()
+    assert len(weights.seen) == STEPS
+    for step in trainer.skipped:
+        assert all(torch.equal(weights.seen[step][name], leaf) for name, leaf in weights.seen[step - 1].items())
+    assert not same(model, weights.seen[2])
+
+
+def test_a_first_step_without_a_loss_is_refused(tmp_path):
+    trainer = own_trainer(tiny_llama(), tmp_path, kind=Skipping)
+    trainer.skipped, trainer.early = (0,), True
+    attach(trainer, key=KEY, **STRENGTHS)
+    with pytest.raises(ValueError, match="a batch that is left out must leave no gradient"):
+        trainer.train()
+
+
+def test_a_hook_inside_backward_that_comes_later_is_refused(tmp_path):
+    def hook(model):
+        model.model.norm.weight.register_post_accumulate_grad_hook(lambda p: None)
+
+    trainer = own_trainer(tiny_llama(), tmp_path, callbacks=[At(2, hook)])
+    attach(trainer, key=KEY, **STRENGTHS)
+    with pytest.raises(ValueError, match=r"hook of 'model.norm.weight' was registered in training"):
+        trainer.train()
+
+
+def test_a_base_beside_frozen_weights_whose_values_are_in_other_tensors(tmp_path):
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    model = tiny_llama()
+    head = model.lm_head.weight.detach().clone()
+    model.lm_head.weight = nn.Parameter(TwoTensor(head, head), requires_grad=False)
+    base = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    assert checks.base_problems(base, model, trained.leaves_of(model)) == []
+    with pytest.raises(ValueError, match="base shares memory"):
+        errors.raise_problems(checks.base_problems(dict(trained.leaves_of(model)), model, trained.leaves_of(model)))
+
+
+def test_an_embedding_that_clips_its_rows_is_refused(tmp_path):
+    model = tiny_llama()
+    model.model.embed_tokens.max_norm = 1.0
+    with pytest.raises(ValueError, match=r"'model.embed_tokens' writes to its weight in the forward pass"):
+        attach(own_trainer(model, tmp_path), key=KEY, **STRENGTHS)
 
 
 def test_batch_norms_that_would_keep_statistics_of_simulated_states_are_refused(tmp_path):

@@ -333,3 +333,53 @@ def test_a_base_of_the_whole_module_serves_its_trained_parameters():
         pass
     with pytest.raises(ValueError, match="must be a torch"):
         SimulatedWeights.of(base)
+
+
+def test_a_block_that_was_not_left_is_told_at_the_next():
+    """As where a hook that would leave it did not run: theta would be lost without a word."""
+    module = net()
+    states, other = SimulatedWeights.of(module), SimulatedWeights.of(module)
+    before, drawn = copies(module), SCHEDULE.draw(KEY, 1)
+    block = states.at(drawn)
+    block.__enter__()
+    for again in (states.at(drawn), states.at(SCHEDULE.draw(KEY, 3)), states.at(None), other.at(drawn)):
+        with pytest.raises(ValueError, match="a block before was not left"), again:
+            pass
+    block.__exit__(None, None, None)
+    assert_trees_equal(copies(module), before)
+    with states.at(None), pytest.raises(ZeroDivisionError), other.at(drawn):
+        raise ZeroDivisionError
+    with states.at(drawn):
+        assert not torch.equal(next(iter(copies(module).values())), next(iter(before.values())))
+    assert_trees_equal(copies(module), before)
+
+
+def test_a_base_that_is_written_to_is_told_at_the_next_simulated_step():
+    module = net()
+    base = copies(module)
+    states = SimulatedWeights.of(module, base=base)
+    with states.at(SCHEDULE.draw(KEY, 1)):
+        pass
+    next(iter(base.values())).mul_(2)
+    with pytest.raises(ValueError, match="base was written to"), states.at(SCHEDULE.draw(KEY, 3)):
+        pass
+    assert_trees_equal(copies(module), {name: p.detach() for name, p in module.named_parameters()})
+
+
+@pytest.mark.parametrize("name", ["grad_sample", "main_grad"])
+def test_gradients_that_an_optimizer_reads_elsewhere_are_told(name):
+    module = net()
+    states, drawn = SimulatedWeights.of(module), SCHEDULE.draw(KEY, 1)
+    with states.at(drawn):
+        squares(module, BATCH)[0].backward()
+    setattr(next(module.parameters()), name, torch.ones(3))
+    with pytest.raises(ValueError, match=f"has {name}, by which an optimizer may step"):
+        states.reweight_grads(drawn)
+
+
+def test_an_embedding_that_clips_its_rows_is_told():
+    module = nn.Sequential(nn.Embedding(5, 4, max_norm=1.0), nn.Linear(4, 2))
+    with pytest.raises(ValueError, match=r"'0' writes to its weight in the forward pass, .*: set its max_norm to None"):
+        SimulatedWeights.of(module, where=block_linear)
+    module[0].weight.requires_grad_(False)
+    SimulatedWeights.of(module, where=lambda name, p: p.ndim == 2)
