@@ -1,7 +1,7 @@
-"""The examples for accelerate, axolotl and LLaMA-Factory: SMAT's gradients in the first, its hook in the others.
+"""The examples for accelerate, Lightning, axolotl and LLaMA-Factory: SMAT's gradients, or its hook in the last two.
 
-The two frameworks are replaced by modules with the names and classes that the examples use (docs/trainer.md says with
-which versions the examples were run themselves).
+The last three frameworks are replaced by modules with the names and classes that the examples use (docs/trainer.md says
+with which versions the examples were run themselves).
 """
 
 import runpy
@@ -16,7 +16,7 @@ import transformers
 import yaml
 from torch.func import functional_call
 
-from smat_fn import draw, grad, reweight, simulate
+from smat_fn import Schedule, draw, grad, reweight, simulate
 from smat_fn.random import fold_in, key
 from smat_fn.where import block_linear
 
@@ -33,9 +33,9 @@ def accelerated():
     GradientState._reset_state()
 
 
-def literal(model, *, steps, batch, accumulate, lr, period):
+def literal(model, *, steps, batch, accumulate, lr, period, rows=None):
     """The same training by pure functions; the rows are those that the example draws after making its model."""
-    rows = torch.randint(0, 64, (steps * accumulate * batch, 8))
+    rows = torch.randint(0, 64, (steps * accumulate * batch, 8)) if rows is None else rows
     base = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     masked = block_linear(model)
     params = {name: p.clone().requires_grad_() for name, p in base.items()}
@@ -143,3 +143,49 @@ def test_the_trainer_for_llama_factory_attaches_itself(stand_in, tiny, tmp_path)
     stand_in("llamafactory.train.tuner", run_exp=run_exp)
     runpy.run_path(str(FOLDER / "llamafactory/train_smat.py"), run_name="__main__")
     assert simulated(made[0]) == [0, 0, 0, 1]
+
+
+class Fit:
+    """The hooks of Lightning 2.6.6 in automatic optimization, in its order."""
+
+    def __init__(self, *, accumulate_grad_batches, gradient_clip_val, callbacks, **_):
+        self.accumulate, self.clip, (self.callback,) = accumulate_grad_batches, gradient_clip_val, callbacks
+        self.global_step = 0
+
+    def fit(self, module, loader):
+        self.callback.setup(self, module, "fit")
+        optimizer = module.configure_optimizers()
+        for place, batch in enumerate(loader):
+            self.callback.on_train_batch_start(self, module, batch, place)
+            (module.training_step(batch, place) / self.accumulate).backward()
+            self.callback.on_after_backward(self, module)
+            if (place + 1) % self.accumulate == 0:
+                self.callback.on_before_optimizer_step(self, module, optimizer)
+                torch.nn.utils.clip_grad_norm_(module.parameters(), self.clip)
+                optimizer.step()
+                optimizer.zero_grad()
+                self.global_step += 1
+
+
+def test_the_callback_of_lightning_takes_the_steps_of_smat(stand_in, capsys):
+    stand_in("lightning", Callback=object, LightningModule=torch.nn.Module, Trainer=Fit)
+    example = runpy.run_path(str(FOLDER / "lightning_callback.py"))
+    options = {"steps": 8, "batch": 3, "accumulate": 2, "period": 4}
+    found = example["main"](**options)
+    assert capsys.readouterr().out == "8 steps\n"
+    rows = example["rows"](8 * 2 * 3)
+    expected = literal(example["Model"](), **options, lr=1e-3, rows=rows)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_the_callback_of_lightning_puts_theta_back_after_an_exception(stand_in):
+    stand_in("lightning", Callback=object, LightningModule=torch.nn.Module, Trainer=Fit)
+    example = runpy.run_path(str(FOLDER / "lightning_callback.py"))
+    model, trainer = example["Model"](), SimpleNamespace(global_step=3)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    callback = example["Smat"](key(0), Schedule(**SETTINGS, period=4))
+    callback.setup(trainer, model, "fit")
+    callback.on_train_batch_start(trainer, model, None, 6)
+    assert any(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+    callback.on_exception(trainer, model, KeyboardInterrupt())
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
