@@ -21,6 +21,7 @@ from .execution import opaque, transformed, valueless, wrapped
 from .types import Params, Predicate, Where
 
 NORM_BLOCK = 4096
+WITHOUT_FLOAT64 = frozenset({"mps"})  # types of devices
 _WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module)\.")
 
 
@@ -400,6 +401,16 @@ def _start_of(leaf: Tensor) -> int | None:
     if not plain or wrapped(leaf):
         return None
     return leaf.data_ptr() or None
+
+
+def device_problems(leaves: Mapping[str, Tensor]) -> list[str]:
+    """The error for parameters on a device without float64, in which draws and norms are computed."""
+    kinds = sorted({leaf.device.type for leaf in leaves.values()} & WITHOUT_FLOAT64)
+    return [
+        f"parameters are on {kind}, which has no float64, the type of a draw's numbers: train on the CPU "
+        "(model.to('cpu'), with transformers' Trainer TrainingArguments(use_cpu=True))"
+        for kind in kinds
+    ]
 
 
 def check_finite(leaves: Mapping[str, Tensor], name: str) -> None:

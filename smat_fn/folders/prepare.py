@@ -197,6 +197,10 @@ def out_dtypes(name: str) -> torch.dtype | None:
 
 def place_problems(out: Path, inputs: Iterable[Path], *, overwrite: bool) -> list[str]:
     """Errors for an output that exists, or is one of the inputs."""
+    try:
+        str(out).encode()
+    except UnicodeEncodeError:
+        return [f"out is {str(out)!r}, which is not UTF-8: the readers of safetensors cannot open files there"]
     problems = problems_of(lambda: checkpoint.refuse_existing(out, overwrite=overwrite))
     above = next((place for place in out.parents if place.is_symlink() or place.exists()), None)
     if above is not None and not above.is_dir():

@@ -295,7 +295,7 @@ def trainer_problems(trainer: Any, leaves: Mapping[str, nn.Parameter]) -> list[s
     """Errors for no parameters, weights that are not whole in this process, and updates inside the backward pass."""
     problems = [] if leaves else ["the trainer's model has no trainable parameter"]
     problems += errors.problems_of(tree.check_floating, leaves, "the trainer's model")
-    problems += trained.embedding_problems(trainer.model)
+    problems += [*tree.device_problems(leaves), *trained.embedding_problems(trainer.model)]
     kinds = "fsdp", "fsdp_xla", "deepspeed"
     problems += [
         f"the trainer shards its weights by {name}: attach cannot switch them"

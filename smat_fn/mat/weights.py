@@ -359,7 +359,7 @@ def _parameter_problems(parameters: Mapping[str, Tensor], base: Mapping[str, Ten
             f"parameters are frozen ({', '.join(shortened(frozen, '{} more'))}), and Perturb would add noise to them: "
             "give those with requires_grad"
         )
-    problems += fsdp1_problems(parameters)
+    problems += [*tree.device_problems(parameters), *fsdp1_problems(parameters)]
     if sharded := [path for path, p in parameters.items() if hasattr(p, "to_local")]:
         problems.append(
             f"parameters are DTensors ({', '.join(shortened(sharded, '{} more'))}): use "

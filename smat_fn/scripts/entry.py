@@ -3,12 +3,14 @@
 import atexit
 import gc
 import importlib
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from .. import __version__
 from ..importing import uncollected
 from ..progress import starting
 from . import outcome
@@ -19,6 +21,8 @@ COMMANDS = {
     "eval": "score experts and merged models, write tables, plots and reports",
 }
 
+_NARROWEST = 20
+
 # package that an extra of pyproject.toml installs, by the name it is imported as -> the extra
 EXTRAS = {
     "huggingface_hub": "hub",
@@ -26,6 +30,7 @@ EXTRAS = {
     "scikit-learn": "train",  # whose version is read without importing it
     **dict.fromkeys(("tqdm", "rich"), "train"),
     **dict.fromkeys(("matplotlib", "scipy", "markdown_it"), "eval"),
+    "triton": "gpu",
 }
 
 
@@ -60,6 +65,14 @@ def run(name: str, script: str, launch: Sequence[str]) -> None:
     Raises: SystemExit that names the extra to install, where a package is missing; without a word where the reader of
         the output, such as head, has ended.
     """
+    if os.name == "nt":  # files are written and read by calls of POSIX
+        sys.exit(f"{script}: runs on Linux and macOS; on Windows use it inside WSL")
+    if sys.argv[1:] == ["--version"]:
+        return print(script, __version__)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # of characters that a terminal does not have
+    if (width := os.environ.get("COLUMNS", "")).isdigit() and 0 < int(width) < _NARROWEST:
+        os.environ["COLUMNS"] = str(_NARROWEST)  # tyro's boxes never end in fewer
     atexit.register(_leave)
     try:
         try:
@@ -143,6 +156,8 @@ def listed(words: Sequence[str]) -> None:
         name, *rest = words
         sys.argv = [sys.argv[0], *rest]
         return run(name, f"python -m smat_fn {name}", ("-m", "smat_fn", name))
+    if words and words[0] == "--version":
+        return print("smat_fn", __version__)
     print("usage: python -m smat_fn COMMAND [OPTIONS]\n")
     for name, text in COMMANDS.items():
         print(f"  {name:<6} {text} (also installed as smat-{name})")

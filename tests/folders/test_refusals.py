@@ -1,6 +1,7 @@
 """What cannot be merged is refused by name before any work."""
 
 import json
+import os
 import shutil
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from smat_fn.config import (
     WiseFt,
 )
 from smat_fn.folders import merge_folders, plan
+from smat_fn.folders.inputs import reading
 from smat_fn.folders.prepare import prepare
 
 TA = TaskArithmetic(coef=0.5)
@@ -369,3 +371,22 @@ def test_an_expert_of_a_model_with_more_or_fewer_layers(own, of_base, folders, t
     base, experts = folders.save_family(tmp_path / "inputs", model(of_base), {"x": model(own)})
     told = f"expert 'x' has layers 0 to {own - 1}, base 0 to {of_base - 1}: give the base that it was trained from"
     assert refusal(tmp_path, base, experts)[-1] == told
+
+
+def test_json_that_is_nested_too_deeply_and_pipes_are_told(inputs, tmp_path):
+    base = inputs[0]
+    index_of(base).write_text("[" * 100_000)
+    assert f"base: {index_of(base)} is not an index" in refusal(tmp_path, *inputs)[0]
+    (base / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"config\.json cannot be read"):
+        reading.load_config(base)
+    (base / "config.json").unlink()
+    os.mkfifo(base / "config.json")  # nobody writes into it: to read it would never end
+    assert reading.load_config(base) is None
+
+
+def test_an_output_whose_name_is_not_utf_8_is_told_before_the_merge(inputs, tmp_path):
+    out = tmp_path / os.fsdecode(b"b\xff")
+    with pytest.raises(ValueError, match="which is not UTF-8"):
+        merge_folders(TA, *inputs, out)
+    assert not out.exists()

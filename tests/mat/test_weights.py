@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from smat_fn import Schedule, SimulatedWeights, draw, random, simulate
+from smat_fn import Schedule, SimulatedWeights, draw, random, simulate, tree
 from smat_fn.mat import smat
 from smat_fn.simulation import opposite
 from smat_fn.testing import assert_trees_equal
@@ -383,3 +383,9 @@ def test_an_embedding_that_clips_its_rows_is_told():
         SimulatedWeights.of(module, where=block_linear)
     module[0].weight.requires_grad_(False)
     SimulatedWeights.of(module, where=lambda name, p: p.ndim == 2)
+
+
+def test_a_device_without_float64_is_told(monkeypatch):
+    monkeypatch.setattr(tree, "WITHOUT_FLOAT64", frozenset({"cpu"}))  # as mps, which is not here
+    with pytest.raises(ValueError, match=r"parameters are on cpu, which has no float64.*use_cpu=True"):
+        SimulatedWeights.of(net())

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import smat_fn
 from smat_fn.scripts import cli, entry
 from smat_fn.scripts.train.sweep import Sweep, jobs
 
@@ -162,3 +163,27 @@ for name, words in {HELPED}:
     assert max(len(text.splitlines()) for text in shown if "--help-all" not in text.split("\n")[0]) < 56
     (merge,) = (text for text in shown[: len(HELPED)] if text.startswith("merge --help"))
     assert "reg_mean_plus" in " ".join(merge.split())
+
+
+def test_the_version_is_printed_without_a_command(monkeypatch, capsys):
+    for name in ("train", "merge", "eval"):
+        monkeypatch.setattr(sys, "argv", [name, "--version"])
+        entry.run(name, f"smat-{name}", ())
+        assert capsys.readouterr().out == f"smat-{name} {smat_fn.__version__}\n"
+    entry.listed(["--version"])
+    assert capsys.readouterr().out == f"smat_fn {smat_fn.__version__}\n"
+
+
+def test_windows_is_told_before_any_work(monkeypatch, given):
+    monkeypatch.setattr(entry.os, "name", "nt")
+    with pytest.raises(SystemExit, match="smat-merge: runs on Linux and macOS; on Windows use it inside WSL"):
+        entry.merge()
+    assert given == []
+
+
+@pytest.mark.parametrize("given", [{"PYTHONIOENCODING": "cp437"}, {"COLUMNS": "3"}])
+def test_help_ends_in_any_terminal(given):
+    command = [sys.executable, ROOT / "merge.py", "ties", "--help"]
+    found = subprocess.run(command, env={**os.environ, **given}, capture_output=True, timeout=60, check=False)
+    assert (found.returncode, found.stderr) == (0, b"")
+    assert b"--coef" in found.stdout

@@ -345,7 +345,7 @@ def indexed(label: str, path: Path, problems: list[str], index: str) -> dict[Pat
     try:
         placed = json.loads((path / index).read_text(encoding="utf-8"))["weight_map"]
         pairs = [(str(name), str(file)) for name, file in placed.items()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         problems.append(f"{label}: {path / index} is not an index ({error!r}): download it again")
         return {}
     names: dict[str, set[str] | None] = {}
@@ -376,8 +376,8 @@ def load_config(path: Path) -> dict[str, Any] | None:
     """The model's config.json, None where there is none. Raises: ValueError for one that is not a JSON object."""
     file = path / "config.json"
     try:
-        config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
-    except (OSError, ValueError) as error:
+        config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} cannot be read ({error}): copy or download it again") from error
     if not (config is None or isinstance(config, dict)):
         raise ValueError(f"{file} holds a {type(config).__name__}, must be a JSON object: copy or download it again")

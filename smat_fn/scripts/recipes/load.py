@@ -14,6 +14,8 @@ from .own import Recipe, read_own
 from .problems import foreign_file, recipe_problems
 from .resolve import resolve
 
+_MOST = 1_000_000  # values of a recipe
+
 
 class Fields(yaml.SafeLoader):
     """YAML without fields that are given twice, of which PyYAML silently takes the last."""
@@ -25,6 +27,17 @@ class Fields(yaml.SafeLoader):
         if twice := [name for place, name in enumerate(names) if name in names[:place]]:
             raise yaml.MarkedYAMLError(problem=f"{twice[0]} is given twice", problem_mark=node.start_mark)
         return node
+
+
+def _values(value: Any, known: dict[int, int]) -> int:
+    """The number of values with those that aliases repeat, without walking through them again."""
+    if not isinstance(value, (dict, list)):
+        return 1
+    if id(value) not in known:
+        known[id(value)] = 0  # of a part of itself, which is an error of its own
+        inner = value.values() if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_values(own, known) for own in inner)
+    return known[id(value)]
 
 
 def fields_of(file: Path, kind: str) -> dict[str, Any]:
@@ -40,6 +53,8 @@ def fields_of(file: Path, kind: str) -> dict[str, Any]:
                 "output folder of each, OUT/MERGER, where a later one names it"
             ) from error
         raise ValueError(f"{file} cannot be read as YAML ({' '.join(str(error).split())})") from error
+    if _values(found, {}) > _MOST:
+        raise ValueError(f"{file}: its aliases (*name) stand for more than {_MOST:,} values: write what they stand for")
     if not isinstance(found, dict):
         raise ValueError(f"{file} holds a {type(found).__name__}, must be the fields of {kind}")
     return found

@@ -325,6 +325,9 @@ REFUSALS = {
     "parameters.normalize is the text 'false': write false without quotes": SHARED
     | {"merge_method": "ties", "parameters": {"normalize": "false"}},
     "an alias (*name) is a part of what it stands for (&name)": "models: &a [{model: A}, *a]",
+    "its aliases (*name) stand for more than 1,000,000 values": "".join(
+        f"x{i}: &x{i} [{', '.join([f'*x{i - 1}' if i else '0'] * 9)}]\n" for i in range(9)
+    ),
 }
 
 
