@@ -236,6 +236,18 @@ def _option(name: str, value: str | None, names: Sequence[str]) -> str:
     return f"--suite-options {name}{shown}" if name in _OF_SUITES and "suite_options" in names else ""
 
 
+def listing(title: str, texts: Mapping[str, str]) -> str:
+    """The title and, for each name, the first line of its text, 80 columns wide; nothing without texts."""
+    if not texts:
+        return ""
+    width = max(map(len, texts))
+    lines = [f"{title}:"]
+    for name, text in texts.items():
+        first = text.partition("\n")[0]
+        lines += textwrap.wrap(first, 80, initial_indent=f"  {name:<{width}}  ", subsequent_indent=" " * (width + 4))
+    return "\n".join([*lines, ""])
+
+
 def named(text: str, script: str) -> str:
     """A text about train.py, merge.py and eval.py, in the installed commands' names unless ``script`` is a file."""
     if script.endswith(".py"):
@@ -288,17 +300,18 @@ def run(
     elsewhere: Mapping[str, str] = MappingProxyType({}),
     shown: Callable[[Sequence[str]], Sequence[Any]] = lambda words: (),
     first: First = MappingProxyType({}),
-    brief: tuple[type, Sequence[str]] | None = None,
+    brief: tuple[type, Mapping[str, str]] | None = None,
 ) -> None:
     """Call ``main`` on the command line's options; ValueError, OSError and a full GPU end the script with one line.
 
-    Args: commands: subcommands by name; the docstring of the class of their options is their description. prepare:
+    Args: commands: subcommands by name; the docstring of the class of their options is their description, whose first
+        line ``--help`` of the script alone lists. prepare:
         rewrites the words of the command line before they are parsed, or raises ValueError for words that never are
         options here. names: other subcommands, to suggest one
         for a mistyped word. elsewhere: subcommands by the names that other tools have for them. shown: from the words,
         what `parse` shows as defaults, asked for with ``--help`` alone. first: the options that ``--help`` shows of a
-        class, where ``--help-all`` shows all. brief: ``options`` with fewer subcommands, for ``--help`` of the script
-        alone, and the names of the others.
+        class, where ``--help-all`` shows all. brief: ``options`` with fewer mergers, for ``--help`` of the script
+        alone, and the descriptions of the others by name.
     """
     try:
         words, prog = prepare(sys.argv[1:]), script
@@ -323,15 +336,16 @@ def run(
         text = None if description is None else named(description, script)
         parsed: Any = parse(options, description=text, args=words, prog=prog, shown=defaults, first=first)
     except SystemExit:
-        if first:
-            alone = words[0].startswith("-")
-            if brief and alone:
-                print(textwrap.fill(f"more subcommands: {', '.join(brief[1])}", 80, subsequent_indent="  "))
-            print(f"all options: {script if alone else f'{script} {words[0]}'} --help-all")
-        elif helped:
+        alone = helped and prog == script and words[0].startswith("-")
+        if helped and not first:
             print(suite_options(options, words), end="")
-            if whole and prog == script and words[0].startswith("-") and commands:
-                print(textwrap.fill(f"more subcommands: {', '.join(commands)}", 80, subsequent_indent="  "))
+        if alone:
+            more = brief[1] if brief and not whole else {}
+            others = {name: inspect.getdoc(kind) or "" for name, (_, kind) in commands.items() if name not in more}
+            for title, texts in (("more mergers", more), ("commands", others)):
+                print(named(listing(title, texts), script), end="")
+        if first:
+            print(f"all options: {script if alone else f'{script} {words[0]}'} --help-all")
         if helped:
             print(outcome.HELP, end="")
         raise

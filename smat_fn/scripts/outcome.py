@@ -14,7 +14,7 @@ WORDS = "--quiet", "--json"
 HELPS = frozenset({"-h", "--help", "--help-all"})
 HELP = """options of every command
   --quiet    no progress on stderr, only results, notes and warnings
-  --json     print one JSON object to stdout at the end, and everything else to stderr
+  --json     print one JSON object to stdout at the end, all else to stderr
 """
 _facts: ContextVar[dict[str, list[Any]] | None] = ContextVar("facts", default=None)
 

@@ -295,8 +295,8 @@ def test_help_of_the_commands_comes_without_torch():
     code = f"""
 import runpy, sys
 sys.path.insert(0, {str(ROOT)!r})
-for name in ("experts-curve", "replacement", "gains", "landscape", "diagnose"):
-    sys.argv = ["eval.py", name, "--help"]
+for name in ("experts-curve", "replacement", "gains", "landscape", "diagnose", ""):
+    sys.argv = ["eval.py", *name.split(), "--help"]
     try:
         runpy.run_path({str(ROOT / "eval.py")!r}, run_name="__main__")
     except SystemExit as error:

@@ -1,6 +1,7 @@
 """The commands by name: installed, by ``python -m smat_fn``, and as files of a clone."""
 
 import importlib
+import inspect
 import os
 import subprocess
 import sys
@@ -92,6 +93,35 @@ HELPED = [
     ("merge", "export --help"),
     ("eval", "landscape --help"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("name", "mergers"), [("train", ()), ("merge", ("adamerging", "reg_mean_plus", "slerp")), ("eval", ())]
+)
+def test_help_lists_every_command_with_the_first_line_of_its_description(name, mergers, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    monkeypatch.setenv("COLUMNS", "80")
+    given = {}
+
+    def kept(*args, commands, **more):
+        given.update(commands)
+        return run(*args, commands=commands, **more)
+
+    run = cli.run
+    monkeypatch.setattr(cli, "run", kept)
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"smat_fn.scripts.commands.{name}").command(f"{name}.py", ())
+    out = capsys.readouterr().out
+    above, _, listed = out.partition("\ncommands:\n")
+    others = above.partition("\nmore mergers:\n")[2]
+    assert given
+    for command, (_, options) in given.items():
+        first = inspect.getdoc(options).partition("\n")[0]
+        place = others if command in mergers else listed
+        assert f" {command} {first} " in f" {' '.join(place.split())} "
+        assert "." in first
+    assert all(f"  {merger} " in others for merger in mergers)
+    assert max(map(len, f"{others}\n{listed}".splitlines())) <= 80
 
 
 def test_an_interrupt_is_a_line_without_a_traceback_and_still_ends_by_the_signal(monkeypatch, capsys):

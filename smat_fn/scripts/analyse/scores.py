@@ -119,7 +119,7 @@ def replacement(options: Replacement) -> "Result":
 
 @dataclass(frozen=True, kw_only=True)
 class Gains(Shared):
-    """Expert scores against the mean of the five mergers; the difference is the merging drop."""
+    """Compare experts' scores with the mean of the five mergers; the difference is the merging drop."""
 
     runs: Annotated[Positional[tuple[Path, ...]], RUNS]
     """Checkpoints, or folders with them: experts of every method and their five merged models (merge.py all)."""

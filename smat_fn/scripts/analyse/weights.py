@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Landscape(Shared):
-    """Loss at base + a * expert's own update + b * gamma * sum of the other FT experts' updates."""
+    """Compute the loss at base + a * the expert's update + b * gamma * the sum of the other FT experts' updates."""
 
     ft: Path
     """Run folder of train.py, of method ft: the other experts are its own. It is plotted first."""

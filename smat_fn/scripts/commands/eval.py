@@ -1,16 +1,13 @@
 """Evaluate experts and merged models: a table, JSON lines, and a plot.
 
     python eval.py runs/ft runs/smat --out runs/scores --plot runs/scores/merging.png
-    python eval.py experts-curve runs/ft runs/smat --out runs/scores
-    python eval.py replacement --ft runs/ft --other runs/smat --out runs/scores
-    python eval.py gains runs/ft runs/smat --out runs/scores
+    python eval.py merged TASK1=EXPERT TASK2=EXPERT --preset lm --model BASE --data DATA --out scores
     python eval.py landscape --ft runs/ft --methods runs/smat --out runs/scores
     python eval.py report runs/scores --out runs/report
-    python eval.py diagnose runs/smat
-    python eval.py interference runs/ft runs/smat --out runs/scores
 
-Folders are searched for checkpoints of train.py and merge.py. Experts are scored on their own task, merged models on
-the tasks of the experts merged into them. An interrupted evaluation resumes when rerun with the same --out.
+`eval.py landscape --help` explains a command's options. Folders are searched for checkpoints of train.py and merge.py.
+Experts are scored on their own task, merged models on the tasks of the experts merged into them. An interrupted
+evaluation resumes when rerun with the same --out.
 """
 
 from collections.abc import Sequence

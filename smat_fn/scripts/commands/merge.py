@@ -209,6 +209,7 @@ FIRST = {
     Outputs: ("out", "dry_run", "out_dtype", "overwrite"),
     Machine: (),
 }
+BY_DATA = "adamerging", "reg_mean_plus"  # mergers among COMMANDS: they read rows, and their options differ
 # merges in memory have none
 ON_DISK = (
     "coefs", "dry_run", "out_dtype", "shard_size", "memory_mib", "device", "vocabulary", "config_from",
@@ -412,8 +413,10 @@ def command(script: str, launch: Sequence[str]) -> None:
     """The command line of merge.py; arguments as those of `entry.train`."""
     if sys.__stderr__ is not None:
         faulthandler.enable(sys.__stderr__)  # a mapped input that is cut while it is read ends the process: say where
+    more = {config.name: config.__doc__ or "" for config in MORE_MERGERS}
+    more |= {name: COMMANDS[name][1].__doc__ or "" for name in BY_DATA}
     cli.run(
         script, main, Merge, description=__doc__, commands=COMMANDS, names=NAMES, elsewhere=OF_MERGEKIT,
         prepare=lambda words: by_glob(by_density(by_file(without_foreign(words)))),
-        shown=shown, first=FIRST, brief=(Brief, [*(config.name for config in MORE_MERGERS), *COMMANDS]),
+        shown=shown, first=FIRST, brief=(Brief, more),
     )  # fmt: skip

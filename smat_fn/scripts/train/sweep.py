@@ -55,7 +55,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Status:
-    """A table of the runs in a folder: which experts are done, how far the others are."""
+    """Print a table of the runs in a folder: which experts are done, how far the others are."""
 
     out: Annotated[Positional[Path], arg(metavar="FOLDER")]
     """Folder of a sweep, or of any runs of train.py."""
