@@ -31,9 +31,15 @@ def as_json(result: Result) -> str:
 
 
 def records(result: Result) -> list[dict[str, Any]]:
-    """The rows, sequences joined by "+"."""
+    """The rows, sequences joined by "+", and a number by name as a field ``KEY NAME``."""
     return [
-        {key: "+".join(value) if isinstance(value, (list, tuple)) else value for key, value in row.items()}
+        {
+            name: "+".join(value) if isinstance(value, (list, tuple)) else value
+            for key, own in row.items()
+            for name, value in (
+                {f"{key} {n}": v for n, v in own.items()} if isinstance(own, Mapping) else {key: own}
+            ).items()
+        }
         for row in result["rows"]
     ]
 

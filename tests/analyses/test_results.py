@@ -121,6 +121,12 @@ def test_csv_joins_sequences_and_leaves_none_empty():
     assert csv_text(records(RESULTS["diagnose"])).splitlines()[2] == "all,10,0.002,,0.5,,0.25"
 
 
+def test_csv_has_a_column_for_each_number_by_name():
+    rows = [{"layer": "all", "rms": {"a": 0.5, "b": None}}, {"layer": "0", "rms": {"a": 1.0, "b": 2.0}}]
+    lines = csv_text(records({"analysis": "interference", "rows": rows})).splitlines()
+    assert lines == ["layer,rms a,rms b", "all,0.5,", "0,1.0,2.0"]
+
+
 def test_nothing_is_written_that_is_no_number(tmp_path):
     rows = [row | {"loss": float("nan")} for row in slice_rows()]
     with pytest.raises(ValueError, match="not JSON compliant"):

@@ -335,12 +335,13 @@ def _texts(
 
 
 def expert_prints(experts: Mapping[str, str | None], hashed: Mapping[str, Any]) -> dict[str, str]:
-    """Fingerprints of experts: of those that other tools made, the hash of their files' hashes."""
-    return {
-        name: known
-        or hashlib.sha256(json.dumps(hashed["inputs"][f"expert {name!r}"], sort_keys=True).encode()).hexdigest()
-        for name, known in experts.items()
-    }
+    """Fingerprints of experts: of those that other tools made, the hash of the hashes of their files of weights."""
+
+    def print_of(files: Mapping[str, str]) -> str:
+        weights = {file: own for file, own in files.items() if Path(file).name not in checkpoint.STATISTICS.values()}
+        return hashlib.sha256(json.dumps(weights, sort_keys=True).encode()).hexdigest()
+
+    return {name: known or print_of(hashed["inputs"][f"expert {name!r}"]) for name, known in experts.items()}
 
 
 def fingerprints_of(base: Path, merged: Path, known: str | None = None) -> tuple[str, str]:

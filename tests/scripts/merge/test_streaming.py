@@ -497,6 +497,16 @@ def test_experts_of_others_have_a_fingerprint_of_their_files(copied, tmp_path):
     assert all(len(print_) == 64 for print_ in prints.values())
 
 
+def test_the_fingerprint_of_anothers_expert_is_of_its_weights_alone():
+    inputs = {"expert 'a'": {"model.safetensors": "1", "config.json": "2"}}
+    (own,) = streaming.expert_prints({"a": None}, {"inputs": inputs}).values()
+    for kind in checkpoint.STATISTICS.values():
+        more = {"expert 'a'": {**inputs["expert 'a'"], f"a/{kind}": "3"}}
+        assert streaming.expert_prints({"a": None}, {"inputs": more}) == {"a": own}
+    other = {"expert 'a'": {**inputs["expert 'a'"], "model.safetensors": "3"}}
+    assert streaming.expert_prints({"a": None}, {"inputs": other}) != {"a": own}
+
+
 def test_a_plan_has_the_checks_and_writes_nothing(inputs, tmp_path):
     order = streaming.order(*inputs, out=tmp_path / "new", seed=0, shard_size=10**5)
     plans = streaming.plan_run([WeightAverage(), TIES], order)
