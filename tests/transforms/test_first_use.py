@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy
 import pytest
@@ -112,10 +112,10 @@ def modules():
 
 
 def kept():
-    """Every tensor in a name of a loaded module, or in a container there."""
+    """Every tensor in a name of a loaded module, or in a container there; values of mappings."""
     for module in modules():
         for name, thing in vars(module).items():
-            inside = thing.values() if isinstance(thing, dict) else thing
+            inside = thing.values() if isinstance(thing, Mapping) else thing  # of weak keys too, which keep nothing
             inside = inside if isinstance(inside, Iterable) and not isinstance(inside, torch.Tensor) else [thing]
             with contextlib.suppress(TypeError):
                 yield from ((f"{module.__name__}.{name}", leaf) for leaf in inside if isinstance(leaf, torch.Tensor))
