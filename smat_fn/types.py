@@ -78,6 +78,7 @@ class Suite(Protocol):
     seed: int  # of splits, base and heads, of sampled answers
     repeats: Mapping[str, int]  # number of decodes of tasks whose score is the mean of several
     notes: tuple[str, ...]  # what whoever trains on it should know
+    made: Mapping[str, tuple[str, ...]]  # splits of a task that were made of its training rows
     reads: frozenset[str] | None  # of its model's leaves those that scores depend on, named as base's; None: all
 
     def loss_fn(self, task: str, /) -> LossFn:

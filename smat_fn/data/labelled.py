@@ -90,9 +90,9 @@ def _complete(splits: dict[str, Labelled], source: str) -> tuple[dict[str, Label
     try:
         return with_made(splits, made, rows=_pairs, take=take, labels=lambda rows: rows.labels), made
     except ValueError as error:
+        count = len(splits["train"].texts)
         raise ValueError(
-            f"{source} has no {' and no '.join(made)} split, and its {len(splits['train'].texts)} rows of train are "
-            f"too few to make {'it' if len(made) == 1 else 'both'}: {error}"
+            f"{source} has no {' and no '.join(made)} split, and none can be made of its {count} rows of train: {error}"
         ) from error
 
 

@@ -171,7 +171,10 @@ def _find(source: Path, task: str, split: str) -> Path:
         return files[0]
     seen = home if home.is_dir() else source
     there = sorted(f.name for f in seen.iterdir())
-    raise (NoSplit if home.is_dir() else ValueError)(
+    known = {f"{name}{suffix}" for name in _SPLITS for suffix in ("", *SUFFIXES)} | {"labels.json"}
+    rows = [f for f in seen.iterdir() if f.is_dir() or f.suffix in SUFFIXES]  # another may be a split, misspelled
+    strange = any(f.name not in known and not f.name.startswith(".") for f in rows)
+    raise (NoSplit if home.is_dir() and not strange else ValueError)(
         f"{home} has no {split}.json, .jsonl, .csv, .parquet or .npz, and no folder {split} (a saved dataset, or "
         f"images in a folder for each class): {seen} holds {there or 'nothing'}"
     )
@@ -276,8 +279,11 @@ def _hub_split(source: str, task: str, split: str, instead: str) -> Any:
         if "unknown split" not in str(error).lower():
             raise
         for name in others:
-            with suppress(ValueError):
+            try:
                 return read_hub(source, split=name, **own)
+            except ValueError as other:
+                if "unknown split" not in str(other).lower():
+                    raise
         raise NoSplit(str(error)) from error
 
 

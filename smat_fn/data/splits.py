@@ -116,6 +116,8 @@ def with_made(
 ) -> dict[str, Held]:
     """The splits of a task with those that it lacks, each taken from train by `split_rows`, at most a fifth of it.
 
+    Every label keeps a row in train.
+
     Args:
         splits: train, and others that are there; missing: those to make, in this order.
         rows: of a split, to tell its rows from each other; take: rows of a split by place; labels: of a split, of which
@@ -126,8 +128,17 @@ def with_made(
     for name in missing:
         pool = found["train"]
         held_out = [rows(held) for other, held in found.items() if other != "train"]
-        parts = split_rows(rows(pool), held_out, seed=_SEED, labels=labels(pool), share=_SHARE)
-        found |= {"train": take(pool, parts.train), name: take(pool, parts.dev)}
+        own = labels(pool)
+        parts = split_rows(rows(pool), held_out, seed=_SEED, labels=own, share=_SHARE)
+        kept = set(parts.train)
+        if own is not None:
+            there = {own[i] for i in kept}
+            back = {parts.groups[i] for i in parts.dev if own[i] not in there}
+            kept |= {i for i, group in enumerate(parts.groups) if group in back}
+        chosen = [i for i in parts.dev if i not in kept]
+        if not chosen:
+            raise ValueError("every label has one row: give a file for the split, or more rows")
+        found |= {"train": take(pool, sorted(kept)), name: take(pool, chosen)}
     return found
 
 

@@ -21,7 +21,7 @@ from ..checkpoint import fingerprint
 from ..data import pixels
 from ..data.batching import batch_indices
 from ..data.cache import HELD, cached, versions
-from ..data.rows import ImageRows, load_rows, place_of, take
+from ..data.rows import ImageRows, TextRows, load_rows, place_of, take
 from ..data.splits import with_made
 from ..errors import count_problem
 from ..evaluate.metrics import accuracy
@@ -129,11 +129,10 @@ class Clip8(EncoderSuite):
         self.options = own = Clip8Options(**options)
         self.device, self.batch_size = pick_device(own.device), own.batch_size
         chosen = own.only or tasks
-        self._rows, found, made = collect_splits(
-            chosen, partial(_pictures, own), _with_made, size=_size, local=Path(own.data).exists()
-        )
-        if own.rows is not None:
-            self._rows = {k: _some(rows, range(min(own.rows, _size(rows)))) for k, rows in self._rows.items()}
+        self._rows, found, made, self.made = collect_splits(
+            chosen, partial(_pictures, own), _with_made, size=_size, take=_some, rows=own.rows,
+            local=Path(own.data).exists(),
+        )  # fmt: skip
         errors.raise_problems([*count_problem("eval_batch", own.eval_batch), *model_problems(own.model), *found])
         names = _class_names(self._rows, chosen)
         self.notes = (*made, *chain.from_iterable(self._notes(task, own) for task, own in names.items()))
@@ -317,8 +316,14 @@ def _some(rows: ImageRows, places: Sequence[int]) -> ImageRows:
 
 
 def _with_made(task: str, splits: dict[str, ImageRows], missing: tuple[str, ...]) -> dict[str, ImageRows]:
-    """The splits with those that are missing, made from train."""
-    return with_made(splits, missing, rows=lambda rows: rows, take=_some)
+    """The splits with those that are missing, made from train; an image is its stored bytes, hashed once."""
+    hashed = {split: (own, tuple(each.hex() for each in pixels.each(own.images))) for split, own in splits.items()}
+    found = with_made(
+        hashed, missing, rows=lambda own: TextRows(own[1], tuple(map(str, own[0].labels.tolist()))),
+        take=lambda own, places: (_some(own[0], places), tuple(own[1][i] for i in places)),
+        labels=lambda own: own[0].labels.tolist(),
+    )  # fmt: skip
+    return {split: own for split, (own, _) in found.items()}
 
 
 def _described(head: Tensor, classes: tuple[str, ...], of_texts: bool) -> Head:

@@ -143,6 +143,7 @@ class ShortText(EncoderSuite):
         notes = [shared_rows(task, {s: rows.texts for s, rows in found.items()}) for task, found in splits.items()]
         notes += [two_labels(task, *found["train"]) for task, found in splits.items()]
         notes += [_made_splits(task, self._data[task]) for task in chosen]
+        self.made = {task: self._data[task].made for task in chosen if self._data[task].made}
         for task, parts in splits.items():
             labels = {split: rows.labels[: own.rows] for split, rows in parts.items()}
             notes.append(one_class(task, labels, self._data[task].classes))

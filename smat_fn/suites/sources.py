@@ -130,6 +130,7 @@ class Collected(NamedTuple, Generic[Found]):
     rows: dict[tuple[str, str], Found]  # by task and split
     problems: list[str]
     notes: list[str]
+    made: dict[str, tuple[str, ...]]  # the splits that a task lacked
 
 
 def collect_splits(
@@ -138,17 +139,22 @@ def collect_splits(
     make: Callable[[str, dict[str, Found], tuple[str, ...]], dict[str, Found]],
     *,
     size: Callable[[Found], int],
+    take: Callable[[Found, Sequence[int]], Found],
+    rows: int | None,
     local: bool,
 ) -> Collected[Found]:
-    """The rows of every task in train, dev and test; a dev or test split that a source lacks is made from train.
+    """The first rows of every task in train, dev and test; a dev or test split that it lacks is made from train.
 
     Stops at the first error of a source that is not local: a hub that cannot be reached takes a minute to say so.
 
     Args:
         read: the rows of a task and a split, which raises `NoSplit` where there are none.
-        make: the splits of a task with the missing ones, as `splits.with_made`; size: the number of rows.
+        make: the splits of a task with the missing ones, as `splits.with_made`; size: the number of rows; take: rows by
+            place.
+        rows: of each split at most; None: all.
     """
-    rows, problems, notes = dict[tuple[str, str], Found](), list[str](), list[str]()
+    every, problems, notes = dict[tuple[str, str], Found](), list[str](), list[str]()
+    lacked = dict[str, tuple[str, ...]]()
     for task in tasks:
         found, missing, wrong = dict[str, Found](), dict[str, str](), list[str]()
         for split in ("train", "dev", "test"):
@@ -158,24 +164,27 @@ def collect_splits(
                 except NoSplit as error:
                     missing[split] = str(error)
             if wrong and not local:
-                return Collected(rows, [*problems, *wrong], notes)
+                return Collected(every, [*problems, *wrong], notes, lacked)
         problems += wrong
         made = tuple(split for split in ("test", "dev") if split in missing)
         if "train" in found and made and not wrong:
             try:
                 found = make(task, found, made)
             except ValueError as error:
-                which = f"{task} has no {' and no '.join(made)} split"
+                count = size(found["train"])
                 problems.append(
-                    f"{which}, and its {size(found['train'])} rows of train are too few to make "
-                    f"{'it' if len(made) == 1 else 'both'}: {error}"
+                    f"{task} has no {' and no '.join(made)} split, and none can be made of its {count} rows of train: "
+                    f"{error}"
                 )
-            else:
-                notes.append(made_note(task, made, {split: size(found[split]) for split in ("train", "dev", "test")}))
         elif "train" in missing:
             problems += missing.values()
-        rows |= {(task, split): own for split, own in found.items()}
-    return Collected(rows, problems, notes)
+        if rows is not None:
+            found = {split: take(own, range(min(rows, size(own)))) for split, own in found.items()}
+        if made and len(found) == 3:
+            lacked[task] = made
+            notes.append(made_note(task, made, {split: size(found[split]) for split in ("train", "dev", "test")}))
+        every |= {(task, split): own for split, own in found.items()}
+    return Collected(every, problems, notes, lacked)
 
 
 def made_note(task: str, made: Sequence[str], sizes: Mapping[str, int]) -> str:

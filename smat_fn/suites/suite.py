@@ -77,6 +77,7 @@ class BaseSuite:
     seed: int
     repeats: Mapping[str, int] = MappingProxyType({})
     notes: tuple[str, ...] = ()
+    made: Mapping[str, tuple[str, ...]] = MappingProxyType({})  # splits of a task that were made of its training rows
     reads: frozenset[str] | None = None
     loss_fn: Any
     batch: Any

@@ -142,10 +142,10 @@ class Trace(BaseSuite):
         with errors.collected(problems):
             self._engine: Any = own.engine if callable(own.engine) else find_engine(str(own.engine))
         read = partial(_conversations if own.chat else _texts, own)
-        found, wrong, notes = collect_splits(
-            own.only or tasks, read, self._with_made, size=_size, local=Path(own.data).exists()
-        )
-        found = {key: _first(rows, own.rows) for key, rows in found.items()}
+        found, wrong, notes, self.made = collect_splits(
+            own.only or tasks, read, self._with_made, size=_size, take=_some, rows=own.rows,
+            local=Path(own.data).exists(),
+        )  # fmt: skip
         self._chats: dict[Any, tuple[Conversation, ...]] = found if own.chat else {}
         answers = {key: TextRows((), tuple(c[-1]["content"] for c in rows)) for key, rows in self._chats.items()}
         self._rows: dict[Any, TextRows] = answers or found
@@ -180,7 +180,9 @@ class Trace(BaseSuite):
     def _with_made(self, task: str, splits: dict[str, Any], missing: tuple[str, ...]) -> dict[str, Any]:
         """The splits with those that are missing, made from train."""
         lettered = self._metric(task) in LABELS and not self.options.chat
-        labels: Any = (lambda rows: rows.answers) if lettered else (lambda rows: None)
+        if lettered:
+            errors.raise_problems(_unlettered(task, SPLITS["train"], splits["train"].answers))
+        labels: Any = (lambda rows: [_letter(answer) for answer in rows.answers]) if lettered else (lambda rows: None)
         return with_made(splits, missing, rows=_asked, take=_some, labels=labels)
 
     def _doubts(self, lm: LanguageModel) -> Iterator[str]:
@@ -534,10 +536,6 @@ def _some(rows: Any, places: Sequence[int]) -> Any:
     return take(rows, places) if isinstance(rows, TextRows) else tuple(rows[i] for i in places)
 
 
-def _first(rows: Any, count: int | None) -> Any:
-    return rows if count is None else _some(rows, range(min(count, _size(rows))))
-
-
 def _asked(rows: TextRows | Sequence[Conversation]) -> TextRows:
     """Rows as what they ask, without answers: a prompt may have several."""
     prompts = rows.prompts if isinstance(rows, TextRows) else tuple(str(own[:-1]) for own in rows)
@@ -557,8 +555,12 @@ def _unlettered(task: str, split: str, answers: Sequence[str]) -> list[str]:
     ]
 
 
+def _letter(answer: str) -> str:
+    return answer.strip()[:1].upper()
+
+
 def _is_letter(answer: str) -> bool:
-    return answer.strip()[:1].upper() in LETTERS
+    return _letter(answer) in LETTERS
 
 
 def _pairs(rows: TextRows) -> list[tuple[str, str]]:

@@ -261,7 +261,7 @@ def test_what_does_not_fit_is_told_in_one_line_before_training(inputs, exits, tm
     (tmp_path / "rows" / "mine" / "train.json").write_text('[{"prompt": "a", "answer": "b"}]')
     assert "task 'mine' has no number of epochs: give --epochs or --steps" in refused(data=tmp_path / "rows")
     text = refused("--epochs", "1", data=tmp_path / "rows")
-    assert "mine has no test and no dev split, and its 1 rows of train are too few to make both" in text
+    assert "mine has no test and no dev split, and none can be made of its 1 rows of train: " in text
     assert "epochs of mine is 0" in refused("--epochs", "0", data=tmp_path / "rows")
     for bound in ("0", "nan"):
         assert refused("--max-grad-norm", bound).endswith(f"is {bound}, must be positive (inf: no clipping)")

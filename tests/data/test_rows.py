@@ -436,6 +436,14 @@ def test_a_split_of_the_hub_is_asked_by_its_other_names(monkeypatch):
     with pytest.raises(NoSplit, match='Unknown split "eval"'):
         load_rows("some/data", "t", "eval")
 
+    def fails(source, *, part, instead, name, split):
+        raise ValueError(f'Unknown split "{split}".' if split == "dev" else "cannot be reached")
+
+    monkeypatch.setattr("smat_fn.data.rows.read_hub", fails)
+    with pytest.raises(ValueError, match="cannot be reached") as error:  # it may have the split
+        load_rows("some/data", "t", "dev")
+    assert not isinstance(error.value, NoSplit)
+
 
 def test_a_split_that_is_missing_is_told_from_a_task_that_is(tmp_path):
     write(tmp_path, "t", "train.json", json.dumps(ROWS))

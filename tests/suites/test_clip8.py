@@ -353,6 +353,13 @@ def test_splits_that_a_task_lacks_are_made_from_train(load, folders, tmp_path):
     suite = load(data=str(tmp_path / "rows"), templates="a {}")
     assert suite.notes == ("mine has no test and no dev split, made from train: 26 train, 6 dev, 8 test rows",)
     assert [suite._rows["mine", split].labels.tolist().count(0) for split in ("train", "dev", "test")] == [13, 3, 4]
+    few = load(data=str(tmp_path / "rows"), templates="a {}", rows=4)
+    assert few.notes[0] == "mine has no test and no dev split, made from train: 4 train, 4 dev, 4 test rows"
+    alone = tmp_path / "rows/mine/train/alone"  # a class of one image keeps it in train
+    alone.mkdir()
+    Image.fromarray(images[0] // 2).save(alone / "0.png")
+    kept = load(data=str(tmp_path / "rows"), templates="a {}")
+    assert [kept._rows["mine", split].labels.tolist().count(0) for split in ("train", "dev", "test")] == [1, 0, 0]
 
 
 def test_a_hub_that_fails_is_asked_once(load, monkeypatch):

@@ -449,7 +449,7 @@ def test_problems_of_data_and_model_are_told_together_before_any_work(load, tmp_
     ):
         assert part in str(error.value)
     with pytest.raises(
-        ValueError, match="few has no test and no dev split, and its 2 rows of train are too few to make b"
+        ValueError, match="few has no test and no dev split, and none can be made of its 2 rows of train: "
     ):
         labelled.load_task(str(_few(tmp_path)))
 

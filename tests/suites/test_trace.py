@@ -400,10 +400,41 @@ def test_splits_that_a_task_lacks_are_made_from_train(load, tmp_path, gone):
     assert {split: again._rows["mine", split].prompts for split in own} == {s: r.prompts[:2] for s, r in own.items()}
 
 
+def test_made_splits_have_every_letter_whatever_follows_it(load, tmp_path):
+    answers = [f"{letter}. because {i}" for i, letter in enumerate("ABCD" * 3)]
+    write_rows(tmp_path / "rows", "ScienceQA", sizes=(240, 3, 4), answers=answers)
+    write_rows(tmp_path / "rows", "mine", sizes=(240, 3, 4), answers=answers)
+    for task, split in (("ScienceQA", "dev"), ("ScienceQA", "eval"), ("mine", "dev"), ("mine", "eval")):
+        (tmp_path / "rows" / task / f"{split}.json").unlink()
+    for options in ({"tasks": ["ScienceQA"]}, {"tasks": ["mine"], "metric": "label"}):
+        suite = load(data=str(tmp_path / "rows"), **options)
+        (task,) = suite.tasks
+        for split, least in (("dev", 9), ("test", 12)):
+            letters = [answer[0] for answer in suite._rows[task, split].answers]
+            assert min(letters.count(letter) for letter in "ABCD") >= least
+        assert suite.made == {task: ("test", "dev")}
+
+
+def test_answers_without_a_letter_are_told_by_the_rows_of_train_before_they_are_split(load, tmp_path):
+    write_rows(tmp_path / "rows", "mine", sizes=(40, 3, 4), answers=["A", "B", "C", "x"])
+    (tmp_path / "rows/mine/dev.json").unlink()
+    with pytest.raises(ValueError, match=r"the answer of rows 3, 7, .* of mine \(train\) does not begin with a letter"):
+        load(data=str(tmp_path / "rows"), metric="label")
+
+
+def test_a_misspelled_file_is_told_and_no_split_made(load, tmp_path):
+    write_rows(tmp_path / "rows", "mine", sizes=(40, 3, 4))
+    (tmp_path / "rows/mine/dev.json").rename(tmp_path / "rows/mine/validaton.json")
+    with pytest.raises(
+        ValueError, match=r"mine has no dev.json.*holds \['eval.json', 'train.json', 'validaton.json'\]"
+    ):
+        load(data=str(tmp_path / "rows"))
+
+
 def test_a_task_with_too_few_rows_for_a_split_says_so(load, tmp_path):
     write_rows(tmp_path / "rows", "mine", sizes=(1, 3, 4))
     (tmp_path / "rows/mine/dev.json").unlink()
-    with pytest.raises(ValueError, match="mine has no dev split, and its 1 rows of train are too few to make it: "):
+    with pytest.raises(ValueError, match="mine has no dev split, and none can be made of its 1 rows of train: "):
         load(data=str(tmp_path / "rows"))
 
 

@@ -1,6 +1,7 @@
 """Evaluate checkpoints on disk: scores as JSON lines, the main table, a summary and a plot."""
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from ...report.tables import MainTable, main_table, markdown
 from ...suites import Suite, load_suite
 from ...types import Params
 from ..merge.inputs import check_weights, manifest_of, named, unreplaced, with_tasks_of
+from ..merge.suite import made_problems
 from ..merge.whole_models import lacking_problems, own_dtype, part_of, whole_base
 
 SCORED = "expert", "merged"  # kinds of manifests that tell the tasks; an exported model is as one of another tool
@@ -149,7 +151,7 @@ def evaluate(
             their manifest names, and scores that are not numbers.
     """
     manifests = manifests_of(folders)
-    own, suites = _suites(manifests, options or {}, implied)
+    own, suites = _suites(manifests, options or {}, implied, split)
     main_table(planned(manifests.values(), split=split), split=split)
     if recipes is not None:
         recipes.update({folder: dict(suites[recipe][0].recipe) for folder, recipe in own.items()})
@@ -186,7 +188,7 @@ def evaluate(
 
 
 def _suites(
-    manifests: Mapping[Path, dict[str, Any]], options: Mapping[str, Any], implied: Mapping[str, Any]
+    manifests: Mapping[Path, dict[str, Any]], options: Mapping[str, Any], implied: Mapping[str, Any], split: str
 ) -> tuple[dict[Path, str], dict[str, tuple[Suite, str]]]:
     """The recipe of each checkpoint's suite, and by recipe the suite with the fingerprint of its base.
 
@@ -232,6 +234,8 @@ def _suites(
         if OTHER in manifest:
             with errors.collected(problems):
                 errors.check_member(f"{folder}: task", manifest["task"], suite.tasks)
+            if not _is_base(Path(manifest[OTHER]), suite):
+                problems += made_problems(suite, [manifest["task"]], split)
         elif strange := [task for task in _tasks(manifest) if task not in suite.tasks]:
             problems.append(
                 f"{folder} is of {', '.join(strange)}, which are not tasks of suite {suite.name!r}: merge again with "
@@ -239,6 +243,10 @@ def _suites(
             )
     errors.raise_problems(problems)
     return recipes, suites
+
+
+def _is_base(model: Path, suite: Suite) -> bool:
+    return os.path.realpath(model) == os.path.realpath(str(suite.recipe.get("model", "")))
 
 
 def _both(folder: Path, other: Path, line: tuple[Any, ...], kind: str) -> str:

@@ -26,7 +26,7 @@ from .choosing import Merged, about, fingerprints, is_open, merge_one, sparsitie
 from .finished import differences, is_merged, other_order, verify
 from .inputs import Inputs, depth_problems, facts_of, load_inputs, missing_of, read_statistics
 from .snapshots import choose_snapshot
-from .suite import common_suite, of_base
+from .suite import common_suite, made_problems, of_base
 
 SAME = "all experts equal the base: the merged model is the base, train longer or give other experts"
 # facts that tell merges apart
@@ -145,6 +145,9 @@ def _checked(asked: Request) -> tuple[Inputs, Suite | None, dict[str, dict[str, 
         inputs = load_inputs(base, experts, heads=heads, based=based)._replace(lines=lines)
         names, scored = list(inputs.experts), (asked.search or asked.calibration) and not early  # suites load slowly
         suite = common_suite(inputs, asked.options, implied=implied, whole=True) if scored else None
+        if suite is not None:
+            others = [name for name, manifest in inputs.manifests.items() if not manifest]
+            errors.raise_problems(made_problems(suite, others, "dev"))
         sources = sources_of(base, experts, inputs, asked.seed, suite)
     problems = [*early, *_option_problems(configs, names, asked.search, asked.calibration), *problems]
     if lines is not None:

@@ -1,6 +1,6 @@
 """The suite that scores a merge: of the experts' manifests, or of the options of a call."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -78,6 +78,16 @@ def suite_and_part(
             problems += problems_of(part.check, f"expert {name!r}", leaves)
     errors.raise_problems(problems)
     return suite, part
+
+
+def made_problems(suite: Suite, experts: Sequence[str], split: str) -> list[str]:
+    """Errors for experts of other tools whose task has no such split: it is made of rows that may have trained them."""
+    return [
+        f"{task} has no {split} split, and one made of its training rows may hold rows that expert {task!r}, which "
+        f"train.py did not make, was trained on: give a file {task}/{split} of DATA with other rows"
+        for task in experts
+        if split in suite.made.get(task, ())
+    ]
 
 
 OF_OTHERS = (  # a suite, for commands without --preset

@@ -133,10 +133,10 @@ def test_the_whole_model_of_a_suite_is_read_for_merges_of_whole_models_alone(mer
     folder, asked = merged["ft"] / "ta", []
     manifest = checkpoint.load_manifest(folder)
     monkeypatch.setattr(evaluation, "whole_base", asked.append)
-    evaluation._suites({folder: manifest}, {}, {})
+    evaluation._suites({folder: manifest}, {}, {}, "test")
     assert not asked
     with pytest.raises(ValueError, match="ta was made from another base than suite 'digits' gives"):
-        evaluation._suites({folder: manifest | {"base_fingerprint": "0" * 64}}, {}, {})
+        evaluation._suites({folder: manifest | {"base_fingerprint": "0" * 64}}, {}, {}, "test")
     assert len(asked) == 1
 
 
