@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -154,3 +155,15 @@ def test_whole_models_of_other_tools_are_searched_and_scored_by_their_tower(inpu
     text = exits("merge.py", "ta", *words, "--search", *data, "--out", tmp_path / "no")
     assert "expert 'MNIST' differs from its base in 'text_model." in text
     assert not (tmp_path / "no").exists()
+    # rows that may have trained an expert of another tool are no split to search or to score it on
+    shutil.copytree(inputs / "rows", tmp_path / "rows")
+    for split in ("dev", "test"):
+        (tmp_path / "rows" / "shapes" / f"{split}.npz").unlink()
+    data = ("--preset", "images", "--data", tmp_path / "rows")
+    search = ("--base", inputs / "model", "--experts", *(f"{task}={tmp_path / task}" for task in TASKS), "--search")
+    text = exits("merge.py", "ta", *search, *data, "--out", tmp_path / "no")
+    assert "shapes has no dev split, and one made of its training rows may hold rows that expert 'shapes'" in text
+    scored = (*data, "--model", inputs / "model", "--out", tmp_path / "alone")
+    text = exits("eval.py", f"shapes={tmp_path / 'shapes'}", *scored)
+    assert "shapes has no test split, and one made of its training rows may hold rows that expert 'shapes'" in text
+    assert exits("eval.py", f"shapes={inputs / 'model'}", *scored) is None  # the base was trained on none of them
