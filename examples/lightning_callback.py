@@ -22,11 +22,15 @@ class Smat(lightning.Callback):
 
     def __init__(self, key, schedule):
         self.key, self.schedule = key, schedule
-        self.states, self.step, self.drawn, self.block = None, -1, None, ExitStack()
+        self.base, self.states, self.step, self.drawn, self.block = None, None, -1, None, ExitStack()
 
     def setup(self, trainer, module, stage):
-        if stage == "fit" and self.states is None:
-            self.states = SimulatedWeights.of(module)  # theta_0 is a copy, before a checkpoint is loaded
+        if stage == "fit" and self.base is None:  # theta_0 is a copy, before a checkpoint is loaded
+            self.base = {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
+
+    def on_fit_start(self, trainer, module):  # on its device now
+        base = {name: self.base[name].to(p.device) for name, p in module.named_parameters() if p.requires_grad}
+        self.states = SimulatedWeights.of(module, base=base)
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if self.step != trainer.global_step:  # one draw for all micro-batches of a step
@@ -38,7 +42,12 @@ class Smat(lightning.Callback):
         self.block.close()
 
     def on_before_optimizer_step(self, trainer, module, optimizer):
-        self.states.reweight_grads(self.drawn)  # before clipping
+        self.block.close()  # of a batch that training_step skipped by returning None
+        if any(p.grad is not None for p in module.parameters()):
+            self.states.reweight_grads(self.drawn)  # before clipping
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.block.close()
 
     def on_exception(self, trainer, module, exception):
         self.block.close()

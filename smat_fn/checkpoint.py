@@ -202,7 +202,7 @@ def load_manifest(path: str | Path) -> dict[str, Any]:
         raise ValueError(
             f"{path} is not a checkpoint (no {MANIFEST} in it): give a folder that train.py or merge.py wrote"
         ) from None
-    except ValueError as error:  # bytes that are not text too
+    except (ValueError, RecursionError) as error:  # bytes that are not text too
         raise ValueError(f"{file} is not JSON ({error})") from None
 
 

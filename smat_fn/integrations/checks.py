@@ -22,7 +22,6 @@ from ..types import Predicate
 
 _OWN_LOOPS = "PPOTrainer", "OnlineDPOTrainer", "NashMDTrainer", "XPOTrainer"  # TRL: no training_step or compute_loss
 _INSIDE_BACKWARD = "LayerWiseDummyOptimizer", "Lomo", "AdaLomo"
-_OTHER_ADAPTERS = "hada_w", "lokr_w", "vera_lambda", "oft_", "boft_", "ia3_l", "prompt_encoder", "fourierft_", "miss_"
 _SAMPLED = 64  # values of a parameter by which another theta_0 is recognised
 _NAMES = {"masked": "hash of the masked parameters", "theta_0": "hash of theta_0"}  # in errors
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -181,12 +180,16 @@ def others(trainer: Any, leaves: Mapping[str, nn.Parameter]) -> str:
     )
 
 
-def factors(leaves: Iterable[str]) -> str:
-    """The warning for the factors of an adapter, an empty text without them."""
-    if found := next((path for path in leaves if any(part in path for part in _OTHER_ADAPTERS)), None):
+def factors(leaves: Iterable[str], adapters: Mapping[str, Any] | None) -> str:
+    """The warning for the factors of an adapter, an empty text without them.
+
+    Args: adapters: PEFT's configurations by name; None: it is no model of PEFT.
+    """
+    given = (own.peft_type for own in (adapters or {}).values())
+    if kinds := sorted({str(getattr(kind, "value", kind)) for kind in given} - {"LORA"}):
         return (
-            f"SMAT: Scale, Mask and Perturb act on the adapter's own parameters, such as {found}, not on the weights "
-            "that a merger sees"
+            f"SMAT: Scale, Mask and Perturb act on the parameters of the adapter ({', '.join(kinds)}) themselves, not "
+            "on the weights that a merger sees"
         )
     if not any("lora_A" in path for path in leaves):
         return ""

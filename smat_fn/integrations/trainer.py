@@ -7,7 +7,7 @@ trainer.train()
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -32,6 +32,7 @@ _LOG = logging.getLogger(__name__)
 _HANDLE = "_smat_attached"  # the trainer's attribute that holds the handle
 _RECORD = "smat_fn"  # the name of its settings in a checkpoint's trainer_state.json
 _ORIGINS: Any = WeakIdKeyDictionary()  # of parameters that began to train: the samples of their theta_0
+_SEEN = 8  # parameters at which a training_step is looked at
 _METHODS = "training_step", "compute_loss", "log", "call_model_init"
 # methods of the trainer and of its accelerator, ...
 _AT_THETA = "evaluate", "predict", "evaluation_loop", "prediction_loop", "save_model", "save_state"
@@ -190,8 +191,10 @@ class Attached:
             _LOG.warning("%s", others)
         if never := checks.never(self._schedule, start, state.max_steps):
             _LOG.warning("%s", never)
-        elif (text := checks.factors(leaves)) and not self._schedule.off:
-            _LOG.warning("%s", text)
+        elif not self._schedule.off:
+            adapters = getattr(trained.bare(model), "peft_config", None)
+            if text := checks.factors(leaves, adapters):
+                _LOG.warning("%s", text)
 
     def _remember(self, record: dict[str, Any]) -> None:
         """In the state that every checkpoint holds, for a run that resumes from it."""
@@ -249,14 +252,14 @@ class Attached:
                 self.draw = self._now
             elif not self._schedule.off:
                 weights.prepare()
-        self._within = True
+        self._within, before = True, self._seen()
         try:
             with ExitStack() as self._inside:
                 self._inside.enter_context(self._watched(args[0] if args else options["model"]))
                 if loss != self._compute_loss:  # replaced since attach: all that it computes is at theta~
                     self._inside.enter_context(_instead(trainer, "compute_loss", partial(self._loss, loss)))
                 result = original(*args, **options)
-                if self._inside is not None and not self._left_out():
+                if self._inside is not None and not self._left_out(before):
                     raise ValueError(checks.no_compute_loss(trainer))
         except BaseException:
             self._step, self._now = -1, None  # another try begins with other weights
@@ -278,12 +281,23 @@ class Attached:
             raise ValueError("; ".join([*found, "SMAT simulates those of the start: attach again, then train"]))
         if problems := checks.cast_problems(self._leaves, self._dtypes):
             raise ValueError("; ".join([*problems, "convert the model before it is trained"]))
-        if hooked := checks.hooks_of(self._leaves):
+        paths = list(self._leaves)
+        one = paths[self._trainer.state.global_step % len(paths)]  # in its turn, so that a step's work stays small
+        if hooked := checks.hooks_of({one: self._leaves[one]}):
             raise ValueError(f"{hooked[0]} was registered in training, and acts on gradients inside the backward pass")
 
-    def _left_out(self) -> bool:
-        """Whether a training_step without a loss left no gradient, as where it catches an error and skips the batch."""
-        return self._summed >= 0 and not checks.gradient_problems(self._leaves)
+    def _seen(self) -> list[tuple[nn.Parameter, int, Tensor | None, int]]:
+        """Some parameters and gradients with their versions, by which a training_step that changed them is found."""
+        some = list(self._leaves.values())[:: max(1, len(self._leaves) // _SEEN)]
+        return [(p, p._version, p.grad, -1 if p.grad is None else p.grad._version) for p in some]
+
+    def _left_out(self, before: Sequence[tuple[nn.Parameter, int, Tensor | None, int]]) -> bool:
+        """Whether a training_step without a loss changed nothing, as where it catches an error and skips the batch."""
+        return self._summed >= 0 and all(
+            p._version == version
+            and (p.grad is None or (p.grad is grad and grad._version == written) or not p.grad.any())
+            for p, version, grad, written in before
+        )
 
     @contextmanager
     def _watched(self, model: nn.Module) -> Iterator[None]:
@@ -308,7 +322,7 @@ class Attached:
     def _finish_step(self) -> None:
         if self._now is not None and self._weights is not None:
             grads = {path: p.grad for path, p in self._leaves.items() if p.grad is not None}
-            if grads:  # else the batch was left out
+            if grads and self._summed == self._step:  # else the batches were left out
                 self._weights.reweight(grads, self._now)
             self._scales.append(self._now.scale)
         self._steps += 1

@@ -69,6 +69,7 @@ class SimulatedWeights:
         self._kept, self._away = dict[str, Tensor](), False  # theta, while the parameters hold theta~; inside `away`
         # the first step's draw, and the number of passes after it: see `_compared`
         self._first, self._later = cast(Draw | None, None), 0
+        self._looked = 0  # reweightings
         self._unread = dict[str, Tensor](), dict[str, Tensor]()  # norms before and after the last pass, on a device
 
     @classmethod
@@ -119,7 +120,8 @@ class SimulatedWeights:
             names than the parameters', and for weights that were written to inside the block; of a device, writes that
             only a norm shows when the next block begins.
         """
-        if self._kept or self._module in _OPEN:
+        module = None if self._module is None else trained.bare(self._module)
+        if self._kept or module in _OPEN:
             raise ValueError(
                 "at() inside another at() of these weights, or a block before was not left (an exception, or a hook "
                 "that did not run): leave it first"
@@ -193,7 +195,7 @@ class SimulatedWeights:
         kept = weights if self._switch else {path: weight.clone() for path, weight in weights.items()}
         self._kept = kept
         if self._module is not None:
-            _OPEN.add(self._module)
+            _OPEN.add(trained.bare(self._module))
         try:
             if not self._switch or drawn is not self._drawn:
                 base = self._base
@@ -237,7 +239,7 @@ class SimulatedWeights:
             torch.clear_autocast_cache()
             self._kept, self._versions = {}, tree.versions(self._parameters)
             if self._module is not None:
-                _OPEN.discard(self._module)
+                _OPEN.discard(trained.bare(self._module))
 
     def _put_back(self, kept: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
@@ -307,15 +309,18 @@ class SimulatedWeights:
         """
         if self._parameters and all(grad is None for grad in grads.values()):
             raise ValueError(
-                "grads holds no gradient: no parameter has one. If the model's were replaced after SimulatedWeights "
-                "was made, make it again, of those that the model has now"
+                "grads holds no gradient: no parameter has one. Leave out the reweighting of a step without a loss, as "
+                "where its batches were skipped; if the model's parameters were replaced after SimulatedWeights was "
+                "made, make it again, of those that the model has now"
             )
         if unknown := [path for path in grads if path not in self._parameters]:
             raise ValueError(
                 f"grads has {', '.join(shortened(unknown, '{} more'))}, names that SimulatedWeights does not have, and "
                 f"draws depend on names: give those of its parameters, such as {next(iter(self._parameters))!r}"
             )
-        if read := [(path, name) for name in _ELSEWHERE for path in grads if _is_set(self._parameters[path], name)]:
+        self._looked += 1  # at all in the first step, then at one a step, in its turn
+        paths = list(grads) if self._looked == 1 else [list(grads)[self._looked % len(grads)]] if grads else []
+        if read := [(path, name) for name in _ELSEWHERE for path in paths if _is_set(self._parameters[path], name)]:
             path, name = read[0]
             raise ValueError(
                 f"parameter {path!r} has {name}, by which an optimizer may step instead of by the gradient that is "

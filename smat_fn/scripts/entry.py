@@ -71,7 +71,7 @@ def run(name: str, script: str, launch: Sequence[str]) -> None:
         return print(script, __version__)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # of characters that a terminal does not have
-    if (width := os.environ.get("COLUMNS", "")).isdigit() and 0 < int(width) < _NARROWEST:
+    if (width := os.environ.get("COLUMNS", "")).isdecimal() and 0 < int(width) < _NARROWEST:
         os.environ["COLUMNS"] = str(_NARROWEST)  # tyro's boxes never end in fewer
     atexit.register(_leave)
     try:

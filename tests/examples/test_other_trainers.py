@@ -154,17 +154,21 @@ class Fit:
 
     def fit(self, module, loader):
         self.callback.setup(self, module, "fit")
+        self.callback.on_fit_start(self, module)
         optimizer = module.configure_optimizers()
         for place, batch in enumerate(loader):
             self.callback.on_train_batch_start(self, module, batch, place)
-            (module.training_step(batch, place) / self.accumulate).backward()
-            self.callback.on_after_backward(self, module)
+            loss = module.training_step(batch, place)
+            if loss is not None:
+                (loss / self.accumulate).backward()
+                self.callback.on_after_backward(self, module)
             if (place + 1) % self.accumulate == 0:
                 self.callback.on_before_optimizer_step(self, module, optimizer)
                 torch.nn.utils.clip_grad_norm_(module.parameters(), self.clip)
                 optimizer.step()
                 optimizer.zero_grad()
                 self.global_step += 1
+            self.callback.on_train_batch_end(self, module, None, batch, place)
 
 
 def test_the_callback_of_lightning_takes_the_steps_of_smat(stand_in, capsys):
@@ -185,7 +189,23 @@ def test_the_callback_of_lightning_puts_theta_back_after_an_exception(stand_in):
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     callback = example["Smat"](key(0), Schedule(**SETTINGS, period=4))
     callback.setup(trainer, model, "fit")
+    callback.on_fit_start(trainer, model)
     callback.on_train_batch_start(trainer, model, None, 6)
     assert any(not torch.equal(p, before[name]) for name, p in model.named_parameters())
     callback.on_exception(trainer, model, KeyboardInterrupt())
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_the_callback_of_lightning_leaves_out_batches_without_a_loss(stand_in):
+    stand_in("lightning", Callback=object, LightningModule=torch.nn.Module, Trainer=Fit)
+    example = runpy.run_path(str(FOLDER / "lightning_callback.py"))
+
+    class Skips(example["Model"]):
+        def training_step(self, ids, batch_idx):
+            return None if batch_idx in (6, 7, 12) else super().training_step(ids, batch_idx)
+
+    example["main"].__globals__["Model"] = Skips
+    found = example["main"](
+        steps=8, batch=3, accumulate=2, period=4
+    )  # batches 6 and 7 are those of the first simulated
+    assert all(p.isfinite().all() for p in found.values())

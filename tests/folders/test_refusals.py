@@ -382,7 +382,8 @@ def test_json_that_is_nested_too_deeply_and_pipes_are_told(inputs, tmp_path):
         reading.load_config(base)
     (base / "config.json").unlink()
     os.mkfifo(base / "config.json")  # nobody writes into it: to read it would never end
-    assert reading.load_config(base) is None
+    with pytest.raises(ValueError, match=r"config\.json cannot be read \(it is not a file\)"):
+        reading.load_config(base)
 
 
 def test_an_output_whose_name_is_not_utf_8_is_told_before_the_merge(inputs, tmp_path):

@@ -846,14 +846,14 @@ def test_adapters_of_peft_are_told_that_their_factors_are_simulated(tmp_path, ca
     for wrap, told in (
         (lambda m: m, ""),
         (lambda m: peft.get_peft_model(m, peft.LoraConfig(r=2)), "act on the adapter's A and B"),
-        (lambda m: peft.get_peft_model(m, hadamard), "act on the adapter's own parameters, such as base_model.model"),
+        (lambda m: peft.get_peft_model(m, hadamard), "act on the parameters of the adapter (LOHA) themselves"),
     ):
         caplog.clear()
         trainer = trainer_of(wrap(tiny_llama()), tmp_path, max_steps=2)
         attach(trainer, key=KEY, where=lambda name, p: True, **STRENGTHS)
         trainer.train()
         assert told in caplog.text
-        assert ("act on the adapter's" in caplog.text) is bool(told)
+        assert ("SMAT: Scale, Mask and Perturb act" in caplog.text) is bool(told)
 
 
 def alpha_of(step):
@@ -1154,6 +1154,67 @@ def test_a_batch_that_training_step_leaves_out_is_a_step_without_gradient(early,
     assert not same(model, weights.seen[2])
 
 
+class SkippingSome(transformers.Trainer):
+    """Leaves out one of the micro-batches of a step, and keeps the gradient of the other."""
+
+    skipped, count = (), -1
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        self.count += 1
+        if self.count in self.skipped:
+            return torch.zeros(())
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+@pytest.mark.parametrize("skipped", [(2,), (3,), (3, 4)])
+@pytest.mark.parametrize("period", [1, 2])
+def test_one_micro_batch_of_a_step_may_be_left_out(skipped, period, tmp_path):
+    model = tiny_llama()
+    trainer = own_trainer(model, tmp_path, kind=SkippingSome, gradient_accumulation_steps=2, max_steps=3)
+    trainer.skipped = skipped
+    attach(trainer, key=KEY, **STRENGTHS | {"period": period})
+    trainer.train()
+    assert trainer.state.global_step == 3
+    assert not same(model, copies(tiny_llama()))
+
+
+@pytest.mark.parametrize("period", [1, 3])
+def test_a_batch_that_is_left_out_may_leave_zeros(period, tmp_path):
+    class Zeros(Skipping):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            if self.state.global_step in self.skipped:
+                for p in model.parameters():
+                    p.grad = torch.zeros_like(p)
+                return torch.zeros(())
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    trainer = own_trainer(tiny_llama(), tmp_path, kind=Zeros)
+    trainer.skipped = (1, 2)
+    attach(trainer, key=KEY, **STRENGTHS | {"period": period})
+    trainer.train()
+    assert trainer.state.global_step == STEPS
+
+
+def test_a_training_step_that_updates_the_weights_itself_in_some_steps_is_refused(tmp_path):
+    class Sometimes(transformers.Trainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            if self.state.global_step % 2 == 0:
+                return super().training_step(model, inputs, num_items_in_batch)
+            loss = model.model(input_ids=inputs["input_ids"]).last_hidden_state.square().mean()
+            loss.backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    if p.grad is not None:
+                        p.sub_(p.grad)
+            model.zero_grad()
+            return loss.detach()
+
+    trainer = own_trainer(tiny_llama(), tmp_path, kind=Sometimes)
+    attach(trainer, key=KEY, **STRENGTHS)
+    with pytest.raises(ValueError, match="does not call compute_loss with gradients enabled"):
+        trainer.train()
+
+
 def test_a_first_step_without_a_loss_is_refused(tmp_path):
     trainer = own_trainer(tiny_llama(), tmp_path, kind=Skipping)
     trainer.skipped, trainer.early = (0,), True
@@ -1164,11 +1225,12 @@ def test_a_first_step_without_a_loss_is_refused(tmp_path):
 
 def test_a_hook_inside_backward_that_comes_later_is_refused(tmp_path):
     def hook(model):
-        model.model.norm.weight.register_post_accumulate_grad_hook(lambda p: None)
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: None)
 
     trainer = own_trainer(tiny_llama(), tmp_path, callbacks=[At(2, hook)])
     attach(trainer, key=KEY, **STRENGTHS)
-    with pytest.raises(ValueError, match=r"hook of 'model.norm.weight' was registered in training"):
+    with pytest.raises(ValueError, match=r"hook of 'model.layers.0.self_attn.k_proj.weight' was registered"):
         trainer.train()
 
 

@@ -376,7 +376,9 @@ def load_config(path: Path) -> dict[str, Any] | None:
     """The model's config.json, None where there is none. Raises: ValueError for one that is not a JSON object."""
     file = path / "config.json"
     try:
-        config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+        if file.exists() and not file.is_file():  # a pipe would never end
+            raise OSError("it is not a file")
+        config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} cannot be read ({error}): copy or download it again") from error
     if not (config is None or isinstance(config, dict)):
