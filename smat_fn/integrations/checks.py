@@ -183,7 +183,7 @@ def others(trainer: Any, leaves: Mapping[str, nn.Parameter]) -> str:
 def factors(leaves: Iterable[str], adapters: Mapping[str, Any] | None) -> str:
     """The warning for the factors of an adapter, an empty text without them.
 
-    Args: adapters: PEFT's configurations by name; None: it is no model of PEFT.
+    Args: adapters: PEFT's configurations by name; None: PEFT has not made the model.
     """
     given = (own.peft_type for own in (adapters or {}).values())
     if kinds := sorted({str(getattr(kind, "value", kind)) for kind in given} - {"LORA"}):

@@ -114,7 +114,7 @@ class DcMerge(Spectral):
     keep: float = 0.001
     """Share of the entries kept of each expert's matrix, in the basis of all experts' singular vectors."""
     elect: bool = True
-    """Sum the kept entries, instead of taking the mean of those that have the sign of the sum."""
+    """True: the mean of kept entries with the sign of their sum; False: sum all kept entries, whatever their sign."""
     smooth: Smooth = "none"
     """Replace each expert's singular values by equal (mean) or linearly falling ones; for experts of low rank."""
     ratio: float = 5.0

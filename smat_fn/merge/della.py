@@ -159,7 +159,7 @@ class Della(Sparse):
     aggregate: Aggregate = field(default="mean", kw_only=True)
     """Mean or sum of the agreeing entries."""
     elect: bool = field(default=True, kw_only=True)
-    """Take all entries, not only those that have the elected sign."""
+    """True: take entries that have the elected sign; False: take all entries, whatever their sign."""
     windows: Mapping[str, float] = field(default_factory=dict, hash=False, kw_only=True)
     """Value of --window by expert name."""
 

@@ -152,7 +152,7 @@ class Fisher(Weighted):
     weights_from: Literal["fisher", "adam"] = "fisher"
     """Each expert's fisher.safetensors (merge.py statistics), or the second moments of `train.py --keep-moments`."""
     normalize: bool = True
-    """Take diagonals as they are, instead of dividing each by its RMS."""
+    """True: divide each diagonal by its RMS; False: take diagonals as they are."""
     floor: float = 1e-6
     """Minimum value of a diagonal, after the division by its RMS."""
 

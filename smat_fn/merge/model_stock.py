@@ -66,7 +66,7 @@ class ModelStock(Merger):
     coef: float = 1.0
     """Factor of the step (gamma); the authors take 1."""
     clamp: bool = True
-    """Take a negative mean cosine as it is; else it counts as 0, as in the derivation."""
+    """True: a negative mean cosine counts as 0, as in the derivation; False: take a negative mean cosine as it is."""
 
     def problems(self, experts: Experts) -> list[str]:
         return count_problems(experts, "model_stock", least=2)

@@ -80,7 +80,7 @@ class Opcm(OfMatrices):
     skip: tuple[str, ...] = ()
     """Globs of matrices that are summed, such as embeddings too large to decompose: "*embed*"."""
     norms: bool = True
-    """Do not scale the result to the mean norm of the task vectors, which takes half of the time."""
+    """True: scale to the task vectors' mean norm; False: do not scale to their mean norm, in half of the time."""
 
     def problems(self, experts: Experts) -> list[str]:
         problems = [] if 0 <= self.share < 1 else [f"share is {self.share}, must be at least 0 and below 1"]

@@ -123,7 +123,7 @@ class WeightedAverage(Merger):
     weights: tuple[float, ...] = ()
     """One number for each expert, in their order; or give them as FOLDER@NUMBER."""
     normalize: bool = True
-    """Take weights as they are, instead of dividing them by their sum."""
+    """True: divide weights by their sum; False: take weights as they are, not divided by their sum."""
 
     def rule(self, leaves: Mapped) -> Rule:
         def loop(path: str) -> looped.Loop:

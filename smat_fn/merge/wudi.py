@@ -102,7 +102,7 @@ class Wudi(Spectral):
     ridge: float = 1e-8
     """Added to the diagonal of the linear system of changes scaled to norm 1; 0: the pseudo-inverse."""
     norms: bool = True
-    """Do not scale the experts' changes to norm 1; with --ridge 0 this is ACTMat."""
+    """True: scale the experts' changes to norm 1; False: do not scale them to norm 1; with --ridge 0 this is ACTMat."""
 
     def problems(self, experts: Experts) -> list[str]:
         fine = 0 <= self.ridge < float("inf")

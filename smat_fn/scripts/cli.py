@@ -105,18 +105,26 @@ def _at_home(word: str) -> Path:
 
 
 def _readable(option: StructFieldSpec) -> StructFieldSpec:
-    """The option with its help text in one line, and in words a default that is empty, in no preset, or a flag's."""
+    """The option with its help text in one line, and in words a default that is empty, in no preset, or a flag's.
+
+    A field that is True by default is the flag --no-NAME: of "True: ...; False: ..." its help is the second part.
+    """
+    off = option.type is bool and option.default is True
 
     def text() -> str | None:
         found = option.helptext() if callable(option.helptext) else option.helptext
-        return None if found is None else " ".join(found.split())
+        if found is None:
+            return None
+        own = " ".join(found.split())
+        part = own.partition("False: ")[2] if off else ""
+        return part[:1].upper() + part[1:] or own
 
     kind: Any = option.type
     # no preset has a coef or a task
     absent = option.default in ({}, ()) or (option.name in ("coef", "task") and option.default is None)
     if absent and get_origin(kind) is not Annotated:
         kind = Annotated[kind, NONE]
-    if kind is bool and option.default is True:  # a flag --no-NAME
+    if off:
         kind = Annotated[kind, tyro.conf.arg(help_behavior_hint="(default: not given)")]
     return replace(option, helptext=text, type=kind)
 
@@ -304,14 +312,14 @@ def run(
 ) -> None:
     """Call ``main`` on the command line's options; ValueError, OSError and a full GPU end the script with one line.
 
-    Args: commands: subcommands by name; the docstring of the class of their options is their description, whose first
-        line ``--help`` of the script alone lists. prepare:
-        rewrites the words of the command line before they are parsed, or raises ValueError for words that never are
-        options here. names: other subcommands, to suggest one
-        for a mistyped word. elsewhere: subcommands by the names that other tools have for them. shown: from the words,
-        what `parse` shows as defaults, asked for with ``--help`` alone. first: the options that ``--help`` shows of a
-        class, where ``--help-all`` shows all. brief: ``options`` with fewer mergers, for ``--help`` of the script
-        alone, and the descriptions of the others by name.
+    Args:
+        commands: subcommands by name; the docstring of the class of their options is their description.
+        prepare: rewrites the words of the command line, or raises ValueError for words that never are options here.
+        names: other subcommands, to suggest one for a mistyped word.
+        elsewhere: subcommands by the names that other tools have for them.
+        shown: from the words, what `parse` shows as defaults, asked for with ``--help`` alone.
+        first: the options that ``--help`` shows of a class, where ``--help-all`` shows all.
+        brief: ``options`` with fewer mergers, for ``--help`` of the script alone, and descriptions of the others.
     """
     try:
         words, prog = prepare(sys.argv[1:]), script
@@ -336,18 +344,14 @@ def run(
         text = None if description is None else named(description, script)
         parsed: Any = parse(options, description=text, args=words, prog=prog, shown=defaults, first=first)
     except SystemExit:
-        alone = helped and prog == script and words[0].startswith("-")
-        if helped and not first:
-            print(suite_options(options, words), end="")
-        if alone:
+        if helped:
             more = brief[1] if brief and not whole else {}
             others = {name: inspect.getdoc(kind) or "" for name, (_, kind) in commands.items() if name not in more}
-            for title, texts in (("more mergers", more), ("commands", others)):
-                print(named(listing(title, texts), script), end="")
-        if first:
-            print(f"all options: {script if alone else f'{script} {words[0]}'} --help-all")
-        if helped:
-            print(outcome.HELP, end="")
+            alone = prog == script and words[0].startswith("-")
+            below = suite_options(options, words) if not first else ""
+            below += listing("more mergers", more) + listing("commands", others) if alone else ""
+            below += f"all options: {script if alone else f'{script} {words[0]}'} --help-all\n" if first else ""
+            print(named(below, script) + outcome.HELP, end="")
         raise
     _call(main, parsed, words, prog, script)
 

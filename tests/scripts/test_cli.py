@@ -62,7 +62,7 @@ def test_a_flag_that_switches_off_is_not_given_by_default(capsys):
     with pytest.raises(SystemExit):
         cli.parse(Della, description=None, args=["--help"], prog="own")
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "--no-elect Take all entries, not only those that have the elected sign. (default: not given)" in text
+    assert "--no-elect Take all entries, whatever their sign. (default: not given)" in text
     assert "(default: True)" not in text
 
 

@@ -235,7 +235,7 @@ class AdaMerging(OfRun):
     """AdaMerging: coefficients that minimise the merged classifier's prediction entropy on unlabelled dev rows."""
 
     layer_wise: bool = True
-    """Learn one coefficient per expert, instead of one per parameter tensor and expert."""
+    """True: one coefficient per parameter tensor and expert; False: learn one coefficient per expert."""
     steps: int = 500
     """Steps of Adam."""
     lr: float = 1e-3
