@@ -157,6 +157,27 @@ MUTANTS = [
         ("if not self._once or tree", "if tree"),
         ("return buffer if alike else", "return buffer if True else"),
         ("self._drawn, self._passed, self._differentiated = None, None, False", "self._drawn = None"),
+        ("if self._kept or module in _OPEN:", "if self._kept:"),
+        ("states._check_base = tree.unchanged(own)", "pass"),
+    ),
+    # the Trainer hook; splits that are made
+    *_of(
+        "integrations/trainer.py",
+        ("return self._summed >= 0 and all(", "return all("),
+        ("if grads and self._summed == self._step:", "if grads:"),
+        ("_ORIGINS[p] = self._origin[path]", "pass"),
+        ("self._early.callback(part.register_forward_pre_hook(before).remove)", "pass"),
+    ),
+    *_of(
+        "data/splits.py",
+        ("kept |= {i for i", "kept |= set() and {i for i"),
+        ("if not 0 < size < len(clean):", "if not size < len(clean):"),
+    ),
+    *_of(
+        "suites/sources.py",
+        ("problems += missing.values()", "pass"),
+        ("lacked[task] = made", "pass"),
+        ("take(own, range(min(rows, size(own))))", "own"),
     ),
     *_of(
         "mat/step.py",
@@ -417,7 +438,8 @@ MUTANTS = [
     ),
     *_of(
         "merge/multislerp.py",
-        ("zip(weights, norms, strict=True)) / size", "zip(weights, norms, strict=True)) * size"),
+        ("strict=True)) / _size(parts", "strict=True)) * _size(parts"),
+        ("<= _CANCELS * live", "<= 0 * live"),
         ("weight / (norm + _EPS)", "weight / (norm + 1)"),
     ),
     *_of(
@@ -499,7 +521,8 @@ MUTANTS = [
     *_of(
         "merge/cart.py",
         ("weight - mean, full_matrices", "weight, full_matrices"),
-        ("math.ceil(share", "math.floor(share"),
+        ("math.ceil(round(share", "math.floor(round(share"),
+        ("round(share * min(mean.shape), 9)", "share * min(mean.shape)"),
     ),
     *_of(
         "merge/consensus.py",
