@@ -120,7 +120,10 @@ def test_the_catalogue_names_each_fault_once_and_changes_something():
     assert len({mutant[:3] for mutant in MUTANTS}) == len(MUTANTS) >= 60
     assert all(mutant.old != mutant.new for mutant in MUTANTS)
     assert {running.tests_of(mutant) for mutant in MUTANTS} == {
-        *(f"tests/{part}" for part in ("simulation", "mat", "optim", "merge", "folders", "ops")),
+        *(
+            f"tests/{part}"
+            for part in ("simulation", "mat", "optim", "merge", "folders", "ops", "integrations", "data", "suites")
+        ),
         *running.TESTS.values(),
     }
 
