@@ -10,6 +10,7 @@ import pytest
 from benchmarks import readme
 from smat_fn.analyses import results as analyses
 from smat_fn.config import MERGERS, MORE_MERGERS, PRESETS
+from smat_fn.evaluate.statistics import paired
 from smat_fn.report.section import csv_text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -273,3 +274,19 @@ def test_the_readmes_numbers_of_mergers_and_families_are_those_of_the_package():
     page = (ROOT / "docs/families.md").read_text(encoding="utf-8")
     families = set(re.findall(r"^\| ([^| ]+)[^|]* \| [^|]+ \| \d", page, flags=re.M))
     assert f" {len(families)} model families of transformers" in " ".join(README.split())
+
+
+def test_antithetic_draws_have_the_stored_differences():
+    stored = json.loads((readme.RESULTS / "antithetic.json").read_text(encoding="utf-8"))
+    scores = {line["label"]: line["test"] for line in stored["lines"]}
+    page = (ROOT / "docs/protocols/antithetic.md").read_text(encoding="utf-8")
+    names = {"antithetic": "SMAT, antithetic draws", "SMAT": "SMAT", "FT": "FT"}
+    for one, other in (("antithetic", "SMAT"), ("SMAT", "FT"), ("antithetic", "FT")):
+        cells = []
+        for column in ("mean", "tsv_merge", "expert"):
+            found = paired(scores[names[other]][column], scores[names[one]][column])
+            low, high = found["interval"]
+            cells.append(f"{found['mean']:+.2f} ({low:+.2f} to {high:+.2f})")
+        assert f"| {one} - {other} | {' | '.join(cells)} |" in page
+        if one == "antithetic" and other == "SMAT":
+            assert f"{cells[0]} against SMAT" in STUDIES
