@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from smat_fn.data.rows import ImageRows, TextRows
-from smat_fn.data.splits import image_group, split_rows, text_group
+from smat_fn.data.splits import image_group, split_rows, text_group, with_made
 
 SEED = 7
 
@@ -135,3 +135,24 @@ def test_splits_that_cannot_be():
         split_rows(pool(60), seed=SEED, labels="AB")
     with pytest.raises(ValueError, match="2 kinds"):
         split_rows(pool(60), [image_rows(pictures(1), [0])], seed=SEED)
+
+
+def test_made_splits_take_a_fifth_and_leave_every_label_a_row():
+    labels = [*(i % 3 for i in range(60)), 3, 4]  # two labels of one row
+    rows = TextRows(tuple(f"text {i}" for i in range(62)), ("",) * 62)
+
+    def taken(held, places):
+        return TextRows(*(tuple(part[i] for i in places) for part in held[0])), [held[1][i] for i in places]
+
+    found = with_made(
+        {"train": (rows, labels)}, ("test", "dev"), rows=lambda held: held[0], take=taken, labels=lambda held: held[1]
+    )
+    assert {split: len(own) for split, (_, own) in found.items()} == {"train": 40, "test": 12, "dev": 10}
+    assert {*found["train"][1]} == {0, 1, 2, 3, 4}
+    texts = [text for own, _ in found.values() for text in own.prompts]
+    assert sorted(texts) == sorted(rows.prompts)
+    with pytest.raises(ValueError, match="a held-out split would take 1 of 1 different rows"):
+        with_made({"train": (taken((rows, labels), [0]))}, ("dev",), rows=lambda held: held[0], take=taken)
+    few = taken((rows, [*range(62)]), range(4))
+    with pytest.raises(ValueError, match="every label has one row: give a file for the split, or more rows"):
+        with_made({"train": few}, ("dev",), rows=lambda held: held[0], take=taken, labels=lambda held: held[1])

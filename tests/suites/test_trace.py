@@ -431,6 +431,14 @@ def test_a_misspelled_file_is_told_and_no_split_made(load, tmp_path):
         load(data=str(tmp_path / "rows"))
 
 
+def test_a_task_without_training_rows_is_told_with_all_that_it_lacks(load, tmp_path):
+    write_rows(tmp_path / "rows", "mine", sizes=(40, 3, 4))
+    for split in ("train", "eval"):
+        (tmp_path / f"rows/mine/{split}.json").unlink()
+    with pytest.raises(ValueError, match=r"mine has no train\.json.*; .*mine has no eval\.json"):
+        load(data=str(tmp_path / "rows"))
+
+
 def test_a_task_with_too_few_rows_for_a_split_says_so(load, tmp_path):
     write_rows(tmp_path / "rows", "mine", sizes=(1, 3, 4))
     (tmp_path / "rows/mine/dev.json").unlink()
