@@ -163,7 +163,8 @@ MUTANTS = [
     # the Trainer hook; splits that are made
     *_of(
         "integrations/trainer.py",
-        ("return self._summed >= 0 and all(", "return all("),
+        ("if self._summed < 0 or tree.written(some, versions):", "if tree.written(some, versions):"),
+        ("or tree.written(some, versions):", "or False:"),
         ("if grads and self._summed == self._step:", "if grads:"),
         ("_ORIGINS[p] = self._origin[path]", "pass"),
         ("self._early.callback(part.register_forward_pre_hook(before).remove)", "pass"),

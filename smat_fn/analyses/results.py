@@ -4,7 +4,7 @@ A result has ``analysis`` (its name), ``settings``, ``runs`` (what the manifests
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -32,16 +32,15 @@ def as_json(result: Result) -> str:
 
 def records(result: Result) -> list[dict[str, Any]]:
     """The rows, sequences joined by "+", and a number by name as a field ``KEY NAME``."""
-    return [
-        {
-            name: "+".join(value) if isinstance(value, (list, tuple)) else value
-            for key, own in row.items()
-            for name, value in (
-                {f"{key} {n}": v for n, v in own.items()} if isinstance(own, Mapping) else {key: own}
-            ).items()
-        }
-        for row in result["rows"]
-    ]
+    return [dict(_fields(row)) for row in result["rows"]]
+
+
+def _fields(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{key} {name}", own) for name, own in value.items())
+        else:
+            yield key, "+".join(value) if isinstance(value, (list, tuple)) else value
 
 
 def summary(result: Result) -> Summary:

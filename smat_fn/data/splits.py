@@ -21,7 +21,6 @@ from .rows import ImageRows, Rows, TextRows
 _SEED = 0  # of splits that a source does not have: the same for everyone
 _SHARE = 5  # such a split takes at most a fifth of the rows
 
-
 Held = TypeVar("Held")
 
 

@@ -7,7 +7,7 @@ trainer.train()
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -286,18 +286,21 @@ class Attached:
         if hooked := checks.hooks_of({one: self._leaves[one]}):
             raise ValueError(f"{hooked[0]} was registered in training, and acts on gradients inside the backward pass")
 
-    def _seen(self) -> list[tuple[nn.Parameter, int, Tensor | None, int]]:
-        """Some parameters and gradients with their versions, by which a training_step that changed them is found."""
-        some = list(self._leaves.values())[:: max(1, len(self._leaves) // _SEEN)]
-        return [(p, p._version, p.grad, -1 if p.grad is None else p.grad._version) for p in some]
+    def _seen(self) -> tuple[dict[str, Tensor], dict[str, int], dict[str, int]]:
+        """Some gradients, the versions of their parameters, and their own: what a training_step changed shows there."""
+        some = dict(list(self._leaves.items())[:: max(1, len(self._leaves) // _SEEN)])
+        grads = {path: p.grad for path, p in some.items() if p.grad is not None}
+        return grads, tree.versions(some), tree.versions(grads)
 
-    def _left_out(self, before: Sequence[tuple[nn.Parameter, int, Tensor | None, int]]) -> bool:
+    def _left_out(self, before: tuple[dict[str, Tensor], dict[str, int], dict[str, int]]) -> bool:
         """Whether a training_step without a loss changed nothing, as where it catches an error and skips the batch."""
-        return self._summed >= 0 and all(
-            p._version == version
-            and (p.grad is None or (p.grad is grad and grad._version == written) or not p.grad.any())
-            for p, version, grad, written in before
-        )
+        grads, versions, grad_versions = before
+        some = {path: self._leaves[path] for path in versions}
+        if self._summed < 0 or tree.written(some, versions):
+            return False
+        changed = {path: p for path, p in some.items() if p.grad is not grads.get(path)}
+        changed |= {path: some[path] for path in tree.written(grads, grad_versions)}
+        return not checks.gradient_problems(changed)
 
     @contextmanager
     def _watched(self, model: nn.Module) -> Iterator[None]:
@@ -307,11 +310,10 @@ class Attached:
             if self._inside is not None and not self._schedule.off and torch.is_grad_enabled():
                 raise ValueError(checks.early_forward(self._trainer))
 
-        own = {id(p) for p in self._leaves.values()}
-        # what a program does, it does in most steps: the parts of the model are watched in the first one alone
-        parts = () if self._summed >= 0 else model.modules()
-        for part in parts:
-            if any(id(p) in own for p in part.parameters(recurse=False)):
+        if self._summed < 0:  # what a program does, it does in most steps: parts are watched in the first one alone
+            own = {id(p) for p in self._leaves.values()}
+            watched = (part for part in model.modules() if any(id(p) in own for p in part.parameters(recurse=False)))
+            for part in watched:
                 self._early.callback(part.register_forward_pre_hook(before).remove)
         hook = model.register_forward_pre_hook(before)
         try:

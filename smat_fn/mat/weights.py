@@ -318,8 +318,10 @@ class SimulatedWeights:
                 f"grads has {', '.join(shortened(unknown, '{} more'))}, names that SimulatedWeights does not have, and "
                 f"draws depend on names: give those of its parameters, such as {next(iter(self._parameters))!r}"
             )
-        self._looked += 1  # at all in the first step, then at one a step, in its turn
-        paths = list(grads) if self._looked == 1 else [list(grads)[self._looked % len(grads)]] if grads else []
+        paths = list(grads)
+        if self._looked:  # at all in the first step, then at one a step, in its turn
+            paths = paths[self._looked % max(1, len(paths)) :][:1]
+        self._looked += 1
         if read := [(path, name) for name in _ELSEWHERE for path in paths if _is_set(self._parameters[path], name)]:
             path, name = read[0]
             raise ValueError(

@@ -72,7 +72,7 @@ def run(name: str, script: str, launch: Sequence[str]) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # of characters that a terminal does not have
     if (width := os.environ.get("COLUMNS", "")).isdecimal() and 0 < int(width) < _NARROWEST:
-        os.environ["COLUMNS"] = str(_NARROWEST)  # tyro's boxes never end in fewer
+        os.environ["COLUMNS"] = str(_NARROWEST)  # in one to five columns tyro's help does not end
     atexit.register(_leave)
     try:
         try:

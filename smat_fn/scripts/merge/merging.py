@@ -80,8 +80,9 @@ def merge_run(
     Raises: ValueError that lists all problems of inputs, options and outputs before any merging.
     """
     asked = Request(
-        configs, base, experts, out, search, calibration, seed, overwrite, options, implied, coefs, widen, snapshots,
-        sweeps, lines,
+        configs=configs, base=base, experts=experts, out=out, search=search, calibration=calibration, seed=seed,
+        overwrite=overwrite, options=options, implied=implied, coefs=coefs, widen=widen, snapshots=snapshots,
+        sweeps=sweeps, lines=lines,
     )  # fmt: skip
     inputs, suite, facts, kept = _checked(asked)
     note = ""
