@@ -18,6 +18,7 @@ LANES = 128  # blocks of a tile: their state stays in the first-level cache
 TILE = 8 * LANES
 COLUMNS = uint64(64)  # of a tile whose magnitudes are counted
 RUN = 16  # coordinates of a sample that are neighbours
+MAGMAX, SCE, RAM, CONSENSUS, TALL_MASK, EMR, NEARSWAP = range(7)  # of `combined`
 _WORD, _HALF = uint64(0xFFFFFFFF), uint64(32)
 _MULTIPLIERS = uint64(0xD2511F53), uint64(0xCD9E8D57)
 _WEYL = uint64(0x9E3779B9), uint64(0xBB67AE85)
@@ -1017,70 +1018,212 @@ def added(vectors, base, size, weights, elect, mean, divisor, coef, target):  # 
 
 
 @jit
-def erased(sources, size, weights, least, coef, target):  # type: ignore[no-untyped-def]
-    """Means of the task vectors that have the sign of their sum, + where that is 0, by weight: SCE.
+def combined(sources, size, kind, numbers, coef, target):  # type: ignore[no-untyped-def]
+    """Merges tiles of all task vectors by the arithmetic of one merger.
 
-    Args: weights: float32 (experts,); least: of their sum in a coordinate; others and returns: as `banded`'s.
+    Args: kind: one of the constants above; numbers: float32, what the merger's function takes, then one number for
+        each expert; others and returns: as `banded`'s.
     """
     count = len(sources) - 1
     rows, origin, merged = np.empty((count, TILE), np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
-    sign, share = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    first_room, second_room = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     change, error, sums = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.zeros((2, 64))
     largest, written, first, end = uint32(0), uint32(0), uint64(0), uint64(size)
+    one, two, shares = numbers[0], numbers[1], numbers[2:]
     while first < end:
         n = min(uint64(TILE), end - first)
         _load(sources, 0, first, n, origin)
-        for j in range(n):
-            merged[j] = float32(-0.0)
         for i in range(count):
-            row = rows[i]
-            largest = max(largest, _delta(sources, i + 1, first, n, origin, row))
+            largest = max(largest, _delta(sources, i + 1, first, n, origin, rows[i]))
+        if kind == MAGMAX:
+            _farthest(rows, n, merged, first_room)
+        elif kind == SCE:
+            _erased(rows, n, shares, one, merged, first_room, second_room)
+        elif kind == RAM:
+            _shared(rows, n, one, shares, merged, first_room, second_room)
+        elif kind == CONSENSUS:
+            _needed(rows, n, one, two, merged, first_room)
+        elif kind == TALL_MASK:
+            _needed_by(rows, n, one, int64(two), merged)
+        elif kind == EMR:
+            _of_task(rows, n, int64(one), merged, first_room)
             for j in range(n):
-                merged[j] += row[j]
-        _elected(merged, n, sign)
-        for j in range(n):
-            merged[j] = float32(0)
-            share[j] = float32(0)
-        for i in range(count):
-            row, weight = rows[i], weights[i]
-            for j in range(n):
-                value = row[j]
-                own = weight if value * sign[j] > 0 else float32(0)
-                merged[j] += value * own
-                share[j] += own
-        for j in range(n):
-            merged[j] /= share[j] if share[j] > least else least
+                merged[j] *= two
+        else:
+            _clamped(rows[0], n, one, merged)
         written = max(written, _finish(merged, n, origin, coef, target, first, change, error, sums))
         first += n
     return sums[0].sum(), sums[1].sum(), largest, written
+
+
+@inlined
+def _total(rows, n, out):  # type: ignore[no-untyped-def]
+    for j in range(n):
+        out[j] = rows[0, j]
+    for i in range(1, len(rows)):
+        row = rows[i]
+        for j in range(n):
+            out[j] += row[j]
+
+
+@inner
+def _farthest(rows, n, out, low):  # type: ignore[no-untyped-def]
+    """MagMax: what has the largest magnitude, of opposite numbers the positive."""
+    for j in range(n):
+        out[j] = low[j] = rows[0, j]
+    for i in range(1, len(rows)):
+        row = rows[i]
+        for j in range(n):
+            value = row[j]
+            out[j] = value if value > out[j] else out[j]
+            low[j] = value if value < low[j] else low[j]
+    for j in range(n):
+        out[j] = out[j] if out[j] >= -low[j] else low[j]
+
+
+@inner
+def _erased(rows, n, weights, least, out, sign, share):  # type: ignore[no-untyped-def]
+    """SCE: means by weight of what has the sign of the sum, + where that is 0. Args: least: of a sum of weights."""
+    _total(rows, n, out)
+    _elected(out, n, sign)
+    for j in range(n):
+        out[j] = float32(0)
+        share[j] = float32(0)
+    for i in range(len(rows)):
+        row, weight = rows[i], weights[i]
+        for j in range(n):
+            value = row[j]
+            own = weight if value * sign[j] > 0 else float32(0)
+            out[j] += value * own
+            share[j] += own
+    for j in range(n):
+        out[j] /= share[j] if share[j] > least else least
+
+
+@inner
+def _shared(rows, n, threshold, factors, out, shared, count):  # type: ignore[no-untyped-def]
+    """RAM: means of what exceeds the threshold in several rows; what does in one, times its factor."""
+    for j in range(n):
+        out[j] = shared[j] = count[j] = float32(0)
+    for i in range(len(rows)):
+        row, factor = rows[i], factors[i]
+        for j in range(n):
+            small = abs(row[j]) <= threshold
+            value = float32(0) if small else row[j]
+            shared[j] += value
+            out[j] += value * factor
+            count[j] += float32(0) if small else float32(1)
+    for j in range(n):
+        mean = shared[j] / (count[j] if count[j] > 1 else float32(1))
+        out[j] = mean if count[j] > 1 else out[j]
+
+
+@inner
+def _needed(rows, n, ratio, least, out, count):  # type: ignore[no-untyped-def]
+    """Consensus TA: the sum where at least so many rows exceed a ratio of the sum of the others."""
+    _total(rows, n, out)
+    for j in range(n):
+        count[j] = float32(0)
+    for i in range(len(rows)):
+        row = rows[i]
+        for j in range(n):
+            count[j] += float32(1) if abs(row[j]) > abs(out[j] - row[j]) * ratio else float32(0)
+    for j in range(n):
+        out[j] = out[j] if count[j] >= least else float32(0)
+
+
+@inner
+def _needed_by(rows, n, ratio, place, out):  # type: ignore[no-untyped-def]
+    """TALL mask: the same of one row."""
+    _total(rows, n, out)
+    row = rows[place]
+    for j in range(n):
+        out[j] = out[j] if abs(row[j]) > abs(out[j] - row[j]) * ratio else float32(0)
+
+
+@inner
+def _of_task(rows, n, place, out, sign):  # type: ignore[no-untyped-def]
+    """EMR: the number of the sum's sign farthest from 0, where the row at ``place`` has that sign."""
+    _total(rows, n, out)
+    for j in range(n):
+        sign[j] = float32(1) if out[j] > 0 else float32(-1)
+        out[j] = float32(0)
+    for i in range(len(rows)):
+        row = rows[i]
+        for j in range(n):
+            value = row[j] * sign[j]
+            out[j] = value if value > out[j] else out[j]
+    row = rows[place]
+    for j in range(n):
+        out[j] = out[j] * sign[j] if row[j] * sign[j] > 0 else float32(0)
+
+
+@inner
+def _clamped(row, n, most, out):  # type: ignore[no-untyped-def]
+    """NearSwap."""
+    for j in range(n):
+        value = row[j] if row[j] > -most else -most
+        out[j] = value if value < most else most
 
 
 @jit
-def farthest(sources, size, coef, target):  # type: ignore[no-untyped-def]
-    """The task vector of largest magnitude in every coordinate, of opposite ones the positive: MagMax.
+def counted(sources, size, threshold, counts):  # type: ignore[no-untyped-def]
+    """Coordinates that each expert changes by more than the threshold: with others, then alone.
 
-    Args and returns: as `banded`'s.
+    Args: counts: float64 (2, experts, 1), is written to; others as `banded`'s.
     """
-    origin, merged, row = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
-    low, change, error = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
-    sums, largest, written, first, end = np.zeros((2, 64)), uint32(0), uint32(0), uint64(0), uint64(size)
+    count = len(sources) - 1
+    rows, origin, several = np.empty((count, TILE), np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.uint8)
+    together, all_of, first, end = np.zeros(count, np.int64), np.zeros(count, np.int64), uint64(0), uint64(size)
     while first < end:
         n = min(uint64(TILE), end - first)
         _load(sources, 0, first, n, origin)
-        largest = max(largest, _delta(sources, 1, first, n, origin, merged))
-        for j in range(n):
-            low[j] = merged[j]
-        for i in range(2, len(sources)):
-            largest = max(largest, _delta(sources, i, first, n, origin, row))
+        several[:] = 0
+        for i in range(count):
+            row = rows[i]
+            _delta(sources, i + 1, first, n, origin, row)
             for j in range(n):
-                value = row[j]
-                merged[j] = value if value > merged[j] else merged[j]
-                low[j] = value if value < low[j] else low[j]
-        for j in range(n):
-            merged[j] = merged[j] if merged[j] >= -low[j] else low[j]
-        written = max(written, _finish(merged, n, origin, coef, target, first, change, error, sums))
+                several[j] = min(several[j] + (abs(row[j]) > threshold), 2)
+        for i in range(count):
+            row, both, every = rows[i], int32(0), int32(0)
+            for j in range(n):
+                changed = int32(abs(row[j]) > threshold)
+                every += changed
+                both += changed if several[j] > 1 else int32(0)
+            together[i] += both
+            all_of[i] += every
         first += n
-    return sums[0].sum(), sums[1].sum(), largest, written
+    for i in range(count):
+        counts[0, i, 0] = float64(together[i])
+        counts[1, i, 0] = float64(all_of[i] - together[i])
+
+
+@jit
+def norms_of_task(sources, size, place, sums):  # type: ignore[no-untyped-def]
+    """Sums of magnitudes by blocks as of `absolute_sums`: of the task vector at ``place``, and of `_of_task`.
+
+    Args: sums: float64 (2, 1, blocks); others as `banded`'s.
+    """
+    count, work = len(sources) - 1, np.empty(512, np.float64)
+    rows, origin, sign = np.empty((count, TILE), np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    before, after = np.empty(4096, np.float32), np.empty(4096, np.float32)
+    for block in range(sums.shape[2]):
+        begin, end = uint64(4096 * block), min(uint64(4096 * (block + 1)), uint64(size))
+        first = begin
+        while first < end:
+            n, at = min(uint64(TILE), end - first), first - begin
+            _load(sources, 0, first, n, origin)
+            for i in range(count):
+                _delta(sources, i + 1, first, n, origin, rows[i])
+            _of_task(rows, n, place, after[at:], sign)
+            row, own = rows[place], before[at:]
+            for j in range(n):
+                own[j] = row[j]
+            first += n
+        before[end - begin :] = 0
+        after[end - begin :] = 0
+        sums[0, 0, block] = _absolute(before, work)
+        sums[1, 0, block] = _absolute(after, work)
 
 
 @jit

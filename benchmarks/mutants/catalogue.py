@@ -395,8 +395,18 @@ MUTANTS = [
     *_of("_loops.py:gram", ("rows[:, stop - first :] = 0", "pass"), ("row[j] -= origin[j]", "row[j] += origin[j]")),
     *_of("_loops.py:absolute_sums", ("rest[k] = rows[i, rows.shape[1] - left + k]", "rest[k] = rows[i, k]")),
     *_of("_loops.py:averaged", ("error[j] -= first_one[j]", "error[j] += first_one[j]")),
-    *_of("_loops.py:erased", ("value * sign[j] > 0", "value * sign[j] >= 0"), ("if share[j] > least else least", "")),
-    *_of("_loops.py:farthest", ("merged[j] >= -low[j]", "merged[j] > -low[j]"), ("merged[j] if", "low[j] if")),
+    *_of("_loops.py:_erased", ("value * sign[j] > 0", "value * sign[j] >= 0"), ("if share[j] > least else least", "")),
+    *_of(
+        "_loops.py:_farthest", ("out[j] >= -low[j]", "out[j] > -low[j]"), ("out[j] if out[j] >=", "low[j] if out[j] >=")
+    ),
+    *_of("_loops.py:_shared", ("<= threshold", "< threshold"), ("value * factor", "value")),
+    *_of("_loops.py:_needed", ("count[j] >= least", "count[j] > least")),
+    *_of(
+        "_loops.py:_of_task", ("out[j] > 0 else", "out[j] >= 0 else"), ("row[j] * sign[j] > 0", "row[j] * sign[j] >= 0")
+    ),
+    *_of("_loops.py:_clamped", ("row[j] > -most else -most", "row[j] > most else -most")),
+    *_of("_loops.py:counted", ("several[j] > 1", "several[j] > 0")),
+    *_of("_loops.py:norms_of_task", ("after[end - begin :] = 0", "pass")),
     *_of("_loops.py:between", ("under + uint32(sizes[j] < low)", "under + uint32(sizes[j] <= low)")),
     *_of("_loops.py:nth_equal", ("if met == left:", "if met > left:")),
     *_of("_loops.py:_half_16", ("0x38800000", "0x38000000")),
@@ -458,7 +468,7 @@ MUTANTS = [
         ("alone += own * factor", "alone += own"),
         ("(changed & several).sum(1)", "several.sum().expand(len(deltas))"),
         ("changed.sum(0) > 1", "changed.sum(0) > 0"),
-        ("counts = found if counts is None else found + counts.to(found.device)", "counts = found"),
+        ("total = found if total is None else found + total.to(found.device)", "total = found"),
         ("1 + boost * min(s / u, cap)", "1 + boost * s / u"),
         ("~(delta.abs() <= threshold)", "delta.abs() >= threshold"),
         ('self.boost and self.scope == "tensor"', "self.boost"),

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
@@ -18,7 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from .. import checkpoint, errors
-from ..merge.emr import magnitudes
+from ..merge.emr import added, magnitudes
 from ..merge.parts import arithmetic
 from ..merge.parts.arithmetic import zeroed
 from ..merge.parts.masked import Masked, of_all_tasks
@@ -186,12 +187,12 @@ def _write(job: Job, survey: Survey, shards: Sequence[Shard], work: Work) -> dic
     with finished_shards(work) as finish:
         for shard in shards:
             if shard.file not in work.progress["shards"]:
-                found = {path: [0.0] * (2 * count) for path in _paths(shard)}
+                found: dict[str, list[list[float]]] = {path: [] for path in _paths(shard)}
                 with shard_file(work.folder, shard) as descriptor:
                     for path, sums in in_order(_blocks(job, shard, descriptor), job.workers):
-                        found[path] = [a + b for a, b in zip(found[path], sums, strict=True)]
+                        found[path].append(sums)
                 # the first two are those of `merge_shards`: nothing is rounded here
-                finish(shard.file, [0.0, 0.0, *(value for sums in found.values() for value in sums)])
+                finish(shard.file, [0.0, 0.0, *chain.from_iterable(added(sums, 2 * count) for sums in found.values())])
     sums_of = dict[str, Sequence[float]]()
     for shard in shards:
         noted = work.progress["shards"][shard.file]["sums"][2:]
@@ -228,7 +229,7 @@ def _blocks(job: Job, shard: Shard, descriptor: int) -> Iterator[Callable[[], tu
         for i, (delta, mask) in enumerate(zip(deltas, masks, strict=True)):
             packed = torch.from_numpy(np.packbits(mask.numpy()))
             write_chunk(descriptor, packed, shard.offsets[f"mask/{i}/{path}"] + start // 8)
-            sums += magnitudes(delta, zeroed(vector, mask)).tolist() if config.scaled else [0.0, 0.0]
+            sums += magnitudes(delta, zeroed(vector, mask)) if config.scaled else [0.0, 0.0]
         return path, sums
 
     for path in _paths(shard):

@@ -1,12 +1,14 @@
 """Consensus TA: task arithmetic without the coordinates that too few experts need, by their TALL masks."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..types import Params
+from .parts import looped
 from .parts.arithmetic import add, zeroed
 from .parts.chunks import Piece
 from .parts.inputs import Experts
@@ -72,7 +74,10 @@ class Consensus(Merger):
         return ratio_problems(self.ratio) + ([] if self.least >= 0 else [f"least is {self.least}, must be at least 0"])
 
     def rule(self, leaves: Mapped) -> Rule:
-        return Rule(lambda _: lambda piece: fuse(piece, self.ratio, self.least))
+        return Rule(
+            lambda _: lambda piece: fuse(piece, self.ratio, self.least),
+            loop=lambda _: partial(looped.combined, kind="CONSENSUS", one=self.ratio, two=self.least),
+        )
 
 
 consensus_vector = vector_function(Consensus)

@@ -3,14 +3,15 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..types import Params
-from .parts.arithmetic import add, halved, zeroed
+from .parts import looped
+from .parts.arithmetic import absolute_sums, add, block_sums, zeroed
 from .parts.chunks import Piece
 from .parts.inputs import Experts
 from .parts.masked import Masked
@@ -46,19 +47,14 @@ def fuse(piece: Piece, place: int, scale: float) -> Tensor:
     return _own(piece.deltas, place).mul_(scale)
 
 
-def scale_of(leaves: Iterable[tuple[int, Iterable[list[Tensor]]]], place: int) -> float:
-    """λ_t, from the size and the blocks of task vectors of every leaf."""
-
-    def sums(blocks: Iterable[list[Tensor]]) -> list[float]:
-        found = [magnitudes(deltas[place], _own(deltas, place)) for deltas in blocks]
-        return add(found).tolist() if found else [0.0, 0.0]
-
-    return scale_from((size, sums(blocks)) for size, blocks in leaves)
-
-
-def magnitudes(delta: Tensor, own: Tensor) -> Tensor:
+def magnitudes(delta: Tensor, own: Tensor) -> list[float]:
     """Σ |Δ_t| and Σ |m_t ⊙ τ| of a block."""
-    return halved(torch.stack([delta.abs(), own.abs()]).double())
+    return [block_sums(absolute_sums(values))[0] for values in (delta, own)]
+
+
+def added(blocks: Sequence[Sequence[float]], count: int) -> list[float]:
+    """The `magnitudes` of a leaf: those of its blocks added, ``count`` numbers."""
+    return [math.fsum(block[i] for block in blocks) for i in range(count)]
 
 
 def scale_from(leaves: Iterable[tuple[int, Sequence[float]]]) -> float:
@@ -94,9 +90,17 @@ class Emr(Masked):
 
     def rule(self, leaves: Mapped) -> Rule:
         place = self.place(leaves)
-        sized = ((leaves.shape(path).numel(), leaves.blocks(path)) for path in leaves.coefs)
-        scale = scale_of(sized, place)
-        return Rule(lambda _: lambda piece: fuse(piece, place, scale))
+
+        def sums(path: str) -> list[float]:
+            if (found := leaves.sums(path, partial(looped.norms_of_task, place=place), rows=False)) is not None:
+                return [math.fsum(block_sums(torch.from_numpy(own))) for (own,) in found]
+            return added([magnitudes(deltas[place], _own(deltas, place)) for deltas in leaves.blocks(path)], 2)
+
+        scale = scale_from((leaves.shape(path).numel(), sums(path)) for path in leaves.coefs)
+        return Rule(
+            lambda _: lambda piece: fuse(piece, place, scale),
+            loop=lambda _: partial(looped.combined, kind="EMR", one=place, two=scale),
+        )
 
     def shared(self, deltas: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         vector, sign = _shared(deltas)

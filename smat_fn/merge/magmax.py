@@ -1,7 +1,7 @@
 """MagMax: for each coordinate, the expert's change of largest magnitude."""
 
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import ClassVar
 
 import torch
@@ -42,7 +42,7 @@ class MagMax(Merger):
     """gamma, the factor of the merged update. Presets have none: set it, or choose it on dev with --search."""
 
     def rule(self, leaves: Mapped) -> Rule:
-        return Rule(lambda _: fuse, loop=lambda _: looped.farthest)
+        return Rule(lambda _: fuse, loop=lambda _: partial(looped.combined, kind="MAGMAX"))
 
 
 magmax_vector = vector_function(MagMax)

@@ -1,8 +1,10 @@
 """NearSwap: the base moves towards one expert, each coordinate by at most t."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from ..types import Params
+from .parts import looped
 from .parts.inputs import Experts, count_problems
 from .parts.merger import Mapped, Merger, Rule, merged, vector_function
 
@@ -43,7 +45,10 @@ class NearSwap(Merger):
         return wrong + count_problems(experts, "nearswap", least=1, most=1)
 
     def rule(self, leaves: Mapped) -> Rule:
-        return Rule(lambda _: lambda piece: piece.deltas[0].clamp(-self.t, self.t))
+        return Rule(
+            lambda _: lambda piece: piece.deltas[0].clamp(-self.t, self.t),
+            loop=lambda _: partial(looped.combined, kind="NEARSWAP", one=self.t),
+        )
 
 
 nearswap_vector = vector_function(NearSwap)

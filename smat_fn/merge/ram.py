@@ -1,7 +1,8 @@
 """RAM: coordinates that several experts change are averaged over these, those of one expert are kept or enlarged."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import ClassVar
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..types import Params, Scope
-from .parts import arithmetic
+from .parts import arithmetic, looped
 from .parts.arithmetic import largest, zeroed
 from .parts.chunks import Fuse, Piece
 from .parts.inputs import Experts
@@ -66,23 +67,22 @@ def fuse(piece: Piece, threshold: float, factors: Sequence[float]) -> Tensor:
     return torch.where(count > 1, shared / count.clamp(min=1), alone)
 
 
-def factors_of(blocks: Iterable[list[Tensor]], threshold: float, boost: float, cap: float) -> list[float]:
-    """λ of every expert, from the blocks of all task vectors that count together.
+def counts_of(deltas: Sequence[Tensor], threshold: float) -> Tensor:
+    """s and u of every expert in a block: (2, experts)."""
+    changed = torch.stack([_changed(delta, threshold) for delta in deltas])
+    several = changed.sum(0) > 1
+    return torch.stack([(changed & several).sum(1), (changed & ~several).sum(1)])
 
-    Raises: ValueError for blocks of several numbers of experts.
-    """
-    counts: Tensor | None = None  # s and u of every expert
-    for deltas in blocks:
-        changed = torch.stack([_changed(delta, threshold) for delta in deltas])
-        several = changed.sum(0) > 1
-        found = torch.stack([(changed & several).sum(1), (changed & ~several).sum(1)])
-        if counts is not None and counts.shape != found.shape:
+
+def factors_of(counts: Iterable[Tensor], boost: float, cap: float) -> list[float]:
+    """λ of every expert, from all counts that belong together. Raises: ValueError for several numbers of experts."""
+    total: Tensor | None = None
+    for found in counts:
+        if total is not None and total.shape != found.shape:
             raise ValueError("scope 'global' needs all experts in every layer: take scope 'tensor', or boost 0")
-        counts = found if counts is None else found + counts.to(found.device)
-    if counts is None:
-        return []
+        total = found if total is None else found + total.to(found.device)
     # without a coordinate of its own an expert has nothing to enlarge
-    return [1 + boost * min(s / u, cap) if u else 1.0 for s, u in counts.T.tolist()]
+    return [] if total is None else [1 + boost * min(s / u, cap) if u else 1.0 for s, u in total.T.tolist()]
 
 
 def _changed(delta: Tensor, threshold: float) -> Tensor:
@@ -118,19 +118,31 @@ class Ram(Merger):
         return found if known else [*found, f"scope is {self.scope!r}, must be 'global' or 'tensor'"]
 
     def rule(self, leaves: Mapped) -> Rule:
+        def counts(path: str) -> Iterator[Tensor]:
+            found = leaves.sums(path, partial(looped.counted, threshold=self.threshold), rows=False)
+            if found is not None:
+                yield torch.from_numpy(found.sum(-1))
+            else:
+                yield from (counts_of(deltas, self.threshold) for deltas in leaves.blocks(path))
+
         def counted(paths: Iterable[str]) -> list[float]:
-            blocks = chain.from_iterable(map(leaves.blocks, paths))
-            return factors_of(blocks, self.threshold, self.boost, self.cap)
+            return factors_of(chain.from_iterable(map(counts, paths)), self.boost, self.cap)
 
         known = [1.0] * len(leaves.experts)
         if self.boost and self.scope == "global":
             known = counted(leaves.coefs)
 
-        def own(path: str) -> Fuse:
-            factors = counted([path]) if self.boost and self.scope == "tensor" else known
+        def own(path: str) -> list[float]:
+            return counted([path]) if self.boost and self.scope == "tensor" else known
+
+        def plain(path: str) -> Fuse:
+            factors = own(path)
             return lambda piece: fuse(piece, self.threshold, factors[: len(piece.deltas)])
 
-        return Rule(own)
+        return Rule(
+            plain,
+            loop=lambda path: partial(looped.combined, kind="RAM", one=self.threshold, by_expert=own(path)),
+        )
 
     def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
         return (8 * experts + 32) * min(largest(leaves), arithmetic.BLOCK) if self.boost else 0

@@ -124,7 +124,9 @@ class Sce(Merger):
             return lambda piece: erased(piece.deltas, own)
 
         def loop(path: str) -> looped.Loop | None:
-            return partial(looped.erased, weights=shares(path), least=LEAST) if self.density == 1 else None
+            if self.density < 1:
+                return None
+            return partial(looped.combined, kind="SCE", one=LEAST, by_expert=shares(path))
 
         return Rule(fuse, whole=lambda _: self.density < 1, loop=loop)
 

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
 from ..types import Params
 from .consensus import needs, ratio_problems
+from .parts import looped
 from .parts.arithmetic import add, zeroed
 from .parts.chunks import Piece
 from .parts.inputs import Experts
@@ -60,7 +62,10 @@ class TallMask(Masked):
 
     def rule(self, leaves: Mapped) -> Rule:
         place = self.place(leaves)
-        return Rule(lambda _: lambda piece: fuse(piece, place, self.ratio))
+        return Rule(
+            lambda _: lambda piece: fuse(piece, place, self.ratio),
+            loop=lambda _: partial(looped.combined, kind="TALL_MASK", one=self.ratio, two=place),
+        )
 
     def shared(self, deltas: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         total = add(deltas)

@@ -3,7 +3,7 @@
 import json
 import os
 from contextlib import nullcontext
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy
 import pytest
@@ -12,16 +12,21 @@ import torch
 from smat_fn import execution
 from smat_fn.config import (
     Breadcrumbs,
+    Consensus,
     Dare,
     DareTies,
     Della,
+    Emr,
     Karcher,
     MagMax,
     ModelStock,
     MultiSlerp,
+    NearSwap,
     NuSlerp,
+    Ram,
     Sce,
     Slerp,
+    TallMask,
     TaskArithmetic,
     Ties,
     WeightAverage,
@@ -63,6 +68,13 @@ CONFIGS |= {
     "multislerp": MultiSlerp(weights=(0.1, 0.2, 0.9)),
     "sce": Sce(coef=0.7),
     "magmax": MagMax(coef=0.4),
+    "ram": Ram(coef=0.7, threshold=0.3),
+    "ram plus": Ram(coef=0.7, threshold=0.5, boost=0.2, cap=0.7),
+    "ram plus by tensor": Ram(threshold=0.3, boost=1.3, cap=3.0, scope="tensor"),
+    "consensus": Consensus(coef=0.7, ratio=0.9),
+    "tall_mask": TallMask(ratio=0.6, task="y", coef=0.7),
+    "emr": Emr(task="z", coef=0.7),
+    "nearswap": NearSwap(t=0.3, coef=0.7),
     "ta": TaskArithmetic(coef=0.7),
     "ta weights": TaskArithmetic(coef=0.7, weights=OF_EXPERTS["weights"], aggregate="mean"),
     "ties weights": Ties(coef=0.7, keep=0.4, aggregate="mean", scope="tensor", **OF_EXPERTS),
@@ -81,7 +93,7 @@ CONFIGS |= {
     ),
     "breadcrumbs rescale": Breadcrumbs(coef=0.3, drop_smallest=0.45, drop_largest=0.2, aggregate="mean", **SHARES),
 }
-TWO = "slerp", "nuslerp"  # that take two experts
+FEWER = {"slerp": 2, "nuslerp": 2, "nearswap": 1}  # experts
 TABLES = {"count_high", "count_between"}
 LOOPS = (
     *TABLES,
@@ -94,10 +106,11 @@ LOOPS = (
     "masked",
     "added",
     "averaged",
-    "erased",
-    "farthest",
+    "combined",
+    "counted",
     "gram",
     "norms",
+    "norms_of_task",
     "absolute_sums",
 )
 USED = {
@@ -106,8 +119,10 @@ USED = {
     **{name: {"averaged"} for name in ("wa", "linear", "linear, not normalised")},
     **{name: {"averaged", "gram"} for name in ("karcher", "slerp")},
     **{name: {"banded", "gram"} for name in ("multislerp", "model_stock", "nuslerp")},
-    "sce": {"erased", "gram"},
-    "magmax": {"farthest"},
+    "sce": {"combined", "gram"},
+    **{name: {"combined", "counted"} for name in ("ram plus", "ram plus by tensor")},
+    "emr": {"combined", "norms_of_task"},
+    **{name: {"combined"} for name in ("magmax", "ram", "consensus", "tall_mask", "nearswap")},
     "dare": {"masked"},
     "dare_ties": {"masked"},
     "della": {"added"},
@@ -126,7 +141,7 @@ DTYPES = {
     "float32 of bfloat16": (torch.bfloat16, torch.float32, torch.bfloat16),
     "float16": (torch.float16, torch.float16, torch.bfloat16),
 }
-ALONE = "magmax", "sce"  # whose loops no other configuration takes
+ALONE = "magmax", "sce", "ram plus", "consensus", "tall_mask", "emr", "nearswap"  # with arithmetic of their own
 # each configuration with one in turn, the others are slow: all loops read and write leaves by the same functions
 RUNS = [
     pytest.param(name, dtypes, marks=[pytest.mark.slow] * ((i + j) % 5 and name not in ALONE))
@@ -177,8 +192,9 @@ def test_equal_bits(name, dtypes, grid, calls, folders, tmp_path, monkeypatch):
     monkeypatch.setattr(ranks, "SMALL", 1 << 12)
     monkeypatch.setattr(chunks, "STARTED", 0)
     base, experts = trees(DTYPES[dtypes], grid)
-    if name in TWO:
-        del experts["z"]
+    if name in FEWER:
+        experts = dict(islice(experts.items(), FEWER[name]))
+    if FEWER.get(name) == 2:
         experts["y"]["large"] = 1.0001 * experts["x"]["large"]  # their arc is a line
     paths = folders.save_family(tmp_path, base, experts)
     with execution.off():

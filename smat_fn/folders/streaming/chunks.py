@@ -249,7 +249,7 @@ def _windows(job: Job, path: str, read: Sources) -> Callable[[int, int, Tensor],
 
 
 def sums_of(job: Job, path: str, sums: Callable[[Window], Any], *, rows: bool) -> Iterator[Callable[[], Any]] | None:
-    """Tasks that give the sums of magnitudes of a leaf that loops read, as of `looped.ByField.norms`, in order.
+    """Tasks that give the sums of a leaf's windows that loops read, such as `looped.ByField.norms`, in order.
 
     Args: rows: no row is cut. Returns: None where a chunk does not hold rows that begin and end with blocks.
     """

@@ -3,7 +3,6 @@
 Order statistics are exact, of magnitudes that are never in memory together: `merge.parts.ranks`.
 """
 
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, repeat
@@ -159,11 +158,10 @@ class Survey:
     def vector(self, path: str, name: str, *, rows: bool) -> Iterator[tuple[int, Tensor, Tensor | None]]:
         return vector_of(self.job, path, name, rows=rows)
 
-    def norms(self, path: str, sums: Callable[[Window], Any], *, rows: bool) -> list[tuple[float, float]] | None:
-        if (tasks := sums_of(self.job, path, sums, rows=rows)) is None:
+    def sums(self, path: str, of: Callable[[Window], Any], *, rows: bool) -> Any:
+        if not looped(self.job, path) or (tasks := sums_of(self.job, path, of, rows=rows)) is None:
             return None
-        found = numpy.concatenate(list(self._threads.in_order(tasks)), -1)
-        return [(math.fsum(every), math.fsum(kept)) for every, kept in zip(*found, strict=True)]
+        return numpy.concatenate(list(self._threads.in_order(tasks)), -1)
 
     def _net_sign(self) -> int:
         """The majority sign of TIES, sgn Σ_k sgn(Σ_i δ̂_ik)."""

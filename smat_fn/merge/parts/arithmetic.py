@@ -15,7 +15,8 @@ from ...execution import array, loops_for
 from .looped import NORMED, sources
 
 PART = 4096  # coordinates whose products are added by halves: part of the definition of `gram`
-BLOCK = 64 * PART  # the same of those sums
+PARTS = 64  # of those sums, the same
+BLOCK = PARTS * PART
 
 
 def add(tensors: Iterable[Tensor], *, into_first: bool = False) -> Tensor:
@@ -151,22 +152,28 @@ class Norm:
         whole = len(part) // NORMED * NORMED
         self._rest = part[whole:].clone() if whole < len(part) else None
         if whole and part.device.type == "cpu":  # small tensors between large ones that go would fragment memory
-            self._numbers += _absolute_sums(part[:whole]).tolist()
+            self._numbers += absolute_sums(part[:whole]).tolist()
         elif whole:
-            self._sums.append(_absolute_sums(part[:whole]).clone())
+            self._sums.append(absolute_sums(part[:whole]).clone())
 
     def value(self) -> float:
         """The norm of all so far."""
-        rest = [] if self._rest is None else [_absolute_sums(self._rest)]
+        rest = [] if self._rest is None else [absolute_sums(self._rest)]
         return math.fsum((*self._numbers, *(number for sums in (*self._sums, *rest) for number in sums.tolist())))
 
 
-def _absolute_sums(values: Tensor) -> Tensor:
+def absolute_sums(values: Tensor) -> Tensor:
+    """Sums of the magnitudes of blocks of `NORMED` coordinates, each added by halves: float64."""
     if (loops := loops_for(values)) is None or values.dtype != torch.float32:
         return halved(pad(values, (0, -len(values) % NORMED)).view(-1, NORMED).abs().double())
     sums = numpy.empty((1, -(-len(values) // NORMED)))
     loops.absolute_sums(array(values)[None], sums)
     return torch.from_numpy(sums[0])
+
+
+def block_sums(sums: Tensor) -> list[float]:
+    """Sums of `BLOCK` coordinates from `absolute_sums`, added by halves."""
+    return halved(pad(sums, (0, -len(sums) % PARTS)).view(-1, PARTS)).tolist()
 
 
 def largest(leaves: Mapping[str, Tensor]) -> int:

@@ -173,18 +173,29 @@ def averaged(window: Window, weights: Sequence[float], divisor: float = 1.0, *, 
     return _merged(window.loops.averaged(window.read, window.size, *numbers))
 
 
-def erased(window: Window, weights: Sequence[float], least: float) -> Merged:
-    """Weighted means of what has the sign of the sum.
+def combined(
+    window: Window, kind: str, one: float = 0.0, two: float = 0.0, *, by_expert: Sequence[float] = ()
+) -> Merged:
+    """All task vectors by the arithmetic of one merger. Args: kind: a constant of the loops; others: its numbers."""
+    numbers = getattr(window.loops, kind), numpy.array([one, two, *by_expert], numpy.float32)
+    return _merged(window.loops.combined(window.read, window.size, *numbers, *_written(window)))
 
-    Args: least: the sum of weights that a coordinate is divided by at least.
+
+def counted(window: Window, threshold: float) -> Any:
+    """Coordinates that each expert changes by more than the threshold, with others, then alone: (2, experts, 1)."""
+    counts = numpy.empty((2, len(window.read) - 1, 1))
+    window.loops.counted(window.read, window.size, numpy.float32(threshold), counts)
+    return counts
+
+
+def norms_of_task(window: Window, place: int) -> Any:
+    """Sums of magnitudes by blocks of `NORMED`: (2, 1, blocks), of a task vector, then of EMR's vector for that task.
+
+    Args: window: from a multiple of `NORMED` on.
     """
-    numbers = numpy.array(weights, numpy.float32), numpy.float32(least)
-    return _merged(window.loops.erased(window.read, window.size, *numbers, *_written(window)))
-
-
-def farthest(window: Window) -> Merged:
-    """The difference of largest magnitude in every coordinate; of two opposite ones the positive."""
-    return _merged(window.loops.farthest(window.read, window.size, *_written(window)))
+    sums = numpy.empty((2, 1, -(-window.size // NORMED)))
+    window.loops.norms_of_task(window.read, window.size, place, sums)
+    return sums
 
 
 def votes(loops: ModuleType, read: Any, start: int, size: int, bands: Sequence[Band]) -> int:

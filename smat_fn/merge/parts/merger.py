@@ -82,11 +82,11 @@ class Mapped(Protocol):
         Args: rows: no row is cut.
         """
 
-    def norms(self, path: str, sums: Callable[[Window], Any], *, rows: bool) -> list[tuple[float, float]] | None:
-        """L1 norms of a leaf's task vectors and of what stays of them, by expert, for a `Rule.loop` that is asked for.
+    def sums(self, path: str, of: Callable[[Window], Any], *, rows: bool) -> Any:
+        """Sums of a leaf's windows by a compiled loop, one after the other: a NumPy array.
 
-        Args: sums: as `looped.ByField.norms`; rows: no row is cut.
-        Returns: None where the chunks are too small for it: then `vector` gives the same.
+        Args: of: a window, such as `looped.ByField.norms`; rows: no row is cut.
+        Returns: None where no loop reads the leaf or its chunks are too small: `vector` and `blocks` give the same.
         """
 
 
@@ -219,7 +219,7 @@ class InMemory:
             found.append(own)
         return found
 
-    def norms(self, path: str, sums: Callable[[Window], Any], *, rows: bool) -> list[tuple[float, float]] | None:
+    def sums(self, path: str, of: Callable[[Window], Any], *, rows: bool) -> Any:
         return None  # loops of rules are for folders
 
     def vector(self, path: str, name: str, *, rows: bool) -> Iterator[tuple[int, Tensor, Tensor | None]]:

@@ -194,8 +194,8 @@ class Weighted(Merger):
 
     def _ratios(self, leaves: Mapped, own: Own, mask: Mask | None = None) -> list[float]:
         """‖Δ_i‖₁ / ‖m ⊙ Δ_i‖₁ of a leaf by expert, 1 where one of them is about 0."""
-        if mask is not None and (norms := leaves.norms(own.path, mask.norms, rows=self.rows)) is not None:
-            return [_ratio(*pair) for pair in norms]
+        if mask is not None and (sums := leaves.sums(own.path, mask.norms, rows=self.rows)) is not None:
+            return [_ratio(math.fsum(every), math.fsum(kept)) for every, kept in zip(*sums, strict=True)]
         sparsify = self.sparsify(leaves)
         assert sparsify is not None
 
