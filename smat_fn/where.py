@@ -208,12 +208,13 @@ def by_depth(
 ) -> dict[str, float]:
     """``low + (high - low) l / (L - 1)`` of the leaves of block l = 0 ... L - 1, and low of leaves in no block.
 
-    Of several stacks, as an encoder and a decoder or two towers, L is that of the longest.
+    Blocks of stages, ``layer1.0`` to ``layer4.2`` of a ResNet, are counted through all stages. Of several other stacks,
+    as an encoder and a decoder or two towers, L is that of the longest.
 
     Args:
         paths: of leaves; of all leaves, unless ``layer_of`` is given.
         low, high: finite; of the first and of the last block.
-        layer_of: the block of a leaf, None outside of blocks; default: its number in `blocks_of`.
+        layer_of: the block of a leaf, None outside of blocks; default: by `blocks_of`.
 
     Returns:
         A number by path, in the order of ``paths``.
@@ -226,7 +227,12 @@ def by_depth(
     last = max((layer for layer in layers.values() if layer is not None), default=0)
     problems = [f"{name} is {n}, must be finite" for name, n in {"low": low, "high": high}.items() if not isfinite(n)]
     if layers and last < 1:
-        problems.append("no two blocks by layer_of, so no depth: pass the block of every leaf, as 3 of layers.3.weight")
+        problems.append(
+            "no two blocks by layer_of, so no depth: pass the block of every leaf, as 3 of layers.3.weight"
+            if layer_of is not None
+            else "no two blocks by the names of parameters (layers.3.weight has one), so no depth: give a number for "
+            "the parameters of each block"
+        )
     problems += unet_problems(blocks.values(), "give a number for each parameter")
     raise_problems(problems)
     return {path: low + (high - low) * (layer or 0) / max(last, 1) for path, layer in layers.items()}
@@ -257,7 +263,28 @@ def _alike(name: str, members: Mapping[str, set[str]]) -> bool:
 
 
 def _numbers(blocks: Mapping[str, str]) -> dict[str, int | None]:
-    return {path: int(block.rpartition(".")[2]) if block else None for path, block in blocks.items()}
+    """The depth of every leaf's block: its number, after the blocks of the stages before its own."""
+    sizes: dict[str, dict[int, int]] = {}  # of stages, by name and number
+    for block in filter(None, blocks.values()):
+        stack, _, number = block.rpartition(".")
+        name, stage = _stage(stack)
+        own = sizes.setdefault(name, {})
+        own[stage] = max(own.get(stage, 0), int(number) + 1)
+
+    def depth(block: str) -> int:
+        stack, _, number = block.rpartition(".")
+        name, stage = _stage(stack)
+        return int(number) + sum(size for other, size in sizes[name].items() if other < stage)
+
+    return {path: depth(block) if block else None for path, block in blocks.items()}
+
+
+def _stage(stack: str) -> tuple[str, int]:
+    """The name of a stack of blocks without the number at its end, and that number: ("layer", 2) of ``layer2``."""
+    if not _STACK.search(stack.rpartition(".")[2]):  # parallel lists, as XLM's layer_norm1 and layer_norm2
+        return stack, 0
+    name = stack.rstrip("0123456789")
+    return name, int(stack[len(name) :] or 0)
 
 
 def _lists(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:

@@ -120,7 +120,8 @@ def fetch(
         # the other backend of image processors resizes with other rounding, and needs torchvision
         backend = {"AutoImageProcessor": {"backend": "pil"}}
         rest = [getattr(transformers, kind).from_pretrained(name, **own, **backend.get(kind, {})) for kind in beside]
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:  # the last: sizes that differ
+    # RuntimeError: sizes that differ; TypeError: a configuration of other keys, as timm's
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, TypeError) as error:
         gated = type(error.__cause__).__name__ == "GatedRepoError"
         raise ValueError(
             f"{str(source)!r} cannot be loaded as {what}: give a folder of one, or a hub repository that is in the "

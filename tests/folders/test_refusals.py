@@ -254,7 +254,7 @@ def test_names_that_are_not_bases_are_not_blamed_on_a_tied_head(family, folders,
     base, _ = family(count=2)
     base |= {"lm_head.weight": torch.ones(2, 2), "model.embed_tokens.weight": torch.zeros(2, 2)}
     start = folders.save(tmp_path / "base", base)
-    wrapped = folders.save(tmp_path / "wrapped", {f"module.{path}": leaf for path, leaf in base.items()})
+    wrapped = folders.save(tmp_path / "wrapped", {f"model.{path}": leaf for path, leaf in base.items()})
     other = folders.save(tmp_path / "other", {"something": torch.ones(2)})
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -262,8 +262,9 @@ def test_names_that_are_not_bases_are_not_blamed_on_a_tied_head(family, folders,
     problems = refusal(tmp_path, start, {"w": wrapped, "o": other, "e": empty})
     assert problems == [
         f"expert 'e': {empty} holds no parameters: download it again, or save the model again",
-        "expert 'w' has no parameter of base: names in expert 'w' start with 'module.': save it without "
-        "(model.module.save_pretrained), or load and save both by one version of transformers",
+        "expert 'w' has no parameter of base: names in expert 'w' start with 'model.': save it without "
+        "(model.base_model.save_pretrained), or pass `heads='keep'`, or load and save both by one version of "
+        "transformers",
         "expert 'o' has no parameter of base ('something' the first, base's 'steps'): trained from another base?",
     ]
 

@@ -305,6 +305,29 @@ def test_pickled_weights_in_one_file(folders, tmp_path):
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
+def test_the_state_dict_in_the_file_of_a_training_script(folders, tmp_path):
+    optimizer = {"state": {0: {"step": torch.ones(())}}, "param_groups": [{"lr": 0.1}]}
+    wrapped = {f"module.{path}": leaf for path, leaf in model(1).items()}
+    torch.save({"epoch": 3, "state_dict": wrapped, "optimizer": optimizer}, tmp_path / "x.pth.tar")
+    torch.save({"model": model(2), "step": torch.ones(())}, tmp_path / "y.pt")
+    torch.save({"epoch": 3, "optimizer": optimizer}, tmp_path / "z.pt")
+    base = folders.save(tmp_path / "base", model(0))
+    merge_folders(TA, base, {"x": tmp_path / "x.pth.tar", "y": tmp_path / "y.pt"}, tmp_path / "out")
+    expected = folders.in_memory(TA, model(0), {"x": model(1), "y": model(2)})
+    folders.assert_same_bits(folders.load(tmp_path / "out"), expected)
+    with pytest.raises(ValueError, match=r"z\.pt holds a dict of 'epoch', 'optimizer', not pickled weights by name"):
+        plan(TA, base, {"z": tmp_path / "z.pt"}, tmp_path / "other")
+
+
+def test_names_of_a_wrapped_base_stay(folders, tmp_path):
+    base = folders.save(tmp_path / "base", {f"module.{path}": leaf for path, leaf in model(0).items()})
+    merge_folders(TA, base, {"x": folders.save(tmp_path / "x", model(1))}, tmp_path / "out")
+    expected = folders.in_memory(TA, model(0), {"x": model(1)})
+    folders.assert_same_bits(
+        folders.load(tmp_path / "out"), {f"module.{path}": leaf for path, leaf in expected.items()}
+    )
+
+
 class _Code:
     def __reduce__(self):
         return print, ("code of a checkpoint ran",)
@@ -315,14 +338,15 @@ def test_pickles_with_code_and_old_ones_are_refused_by_name(folders, tmp_path, c
     for name, legacy in (("code", False), ("old", True), ("nested", False)):
         pickled(experts[name], legacy=legacy)
     torch.save({"w": _Code()}, experts["code"] / "pytorch_model.bin")
-    torch.save({"state_dict": model(3)}, experts["nested"] / "pytorch_model.bin")
+    torch.save({"state_dict": model(3), "state_dict_ema": model(4)}, experts["nested"] / "pytorch_model.bin")
     with pytest.raises(ValueError, match="pickled weights") as caught:
         plan(TA, base, experts, tmp_path / "out")
     for name in "code", "old":
         assert f"{experts[name] / 'pytorch_model.bin'} holds pickled weights that cannot be read safely" in str(
             caught.value
         )
-    assert "holds a dict of 'state_dict', not pickled weights by name: save the model again" in str(caught.value)
+    several = "holds several sets of weights, 'state_dict', 'state_dict_ema': save the state dict with safetensors"
+    assert several in str(caught.value)
     assert "ran" not in capfd.readouterr().out
 
 
@@ -469,6 +493,9 @@ def test_leaves_that_differ_come_with_a_way_out(folders, tmp_path):
     merge_folders(TA, folders.save(tmp_path / "resnet", base | numbered), other, tmp_path / "kept", heads="keep")
     assert (tmp_path / "kept/heads/other.safetensors").is_file()
     folders.assert_same_bits(folders.load(tmp_path / "kept"), base | numbered)
+    same = {"same": folders.save(tmp_path / "same", base | {"classifier.1.weight": torch.zeros(3, 2)})}
+    with pytest.raises(ValueError, match="`heads='keep'` keeps nothing: all parameters of the experts are base's"):
+        plan(TA, tmp_path / "resnet", same, tmp_path / "out", heads="keep")
     wide |= {"model.layers.0.up.weight": torch.ones(3, 3)}
     with pytest.raises(ValueError, match="has shape") as caught:
         plan(TA, paths[0], {"size": folders.save(tmp_path / "size", wide)}, tmp_path / "out")

@@ -15,6 +15,10 @@ from .vocabulary import differs_in_rows
 
 FOLDER = "heads"
 EMA = "model_ema."  # of Stable Diffusion's checkpoints
+NOTHING_APART = (
+    "`heads='keep'` keeps nothing: all parameters of the experts are base's, with base's shapes, and are merged. Leave "
+    "it out; a head that is not to be merged gets the coefficient 0, as by `coef={'classifier.*': 0}`, and is base's"
+)
 _HEAD = re.compile(r"(^|[._])(heads?|classifiers?|predictors?)\.$")  # as `smat_fn.where` knows them
 
 

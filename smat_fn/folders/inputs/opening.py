@@ -13,7 +13,7 @@ from ...errors import shortened
 from ...merge.parts.inputs import Leaves, fit_problems
 from .adapters import is_adapter, open_adapter
 from .diffusion import other_kind
-from .heads import apart, left_out, unprefixed, ways_out
+from .heads import NOTHING_APART, apart, left_out, unprefixed, ways_out
 from .hub import header_problems, local_folder, unavailable
 from .lineage import strangers
 from .naming import Naming, namings
@@ -25,6 +25,7 @@ from .towers import fitted, prefix_of
 from .vision_language import inside
 from .vocabulary import HEAD, fit_rows, one_head, tokenizer_notes
 
+WRAPPER = "module."  # before the names of a model in DataParallel or DistributedDataParallel
 RESERVED = "base", "union"  # what options of an output's files may name, beside experts
 
 
@@ -104,6 +105,8 @@ def open_inputs(
         heads |= own
         if stand_ins is not None:
             stand_ins |= lacking
+        elif found and not any(own.values()) and not problems:
+            problems.append(NOTHING_APART)
     start, found, tied = one_head(start, found)
     if align is not None and not problems:
         with errors.collected(problems):
@@ -133,6 +136,7 @@ def _opened(
             if not is_adapter(folder):
                 opened = open_folder(label, folder)
                 if start is not None:
+                    opened = _unwrapped(start, opened)
                     errors.raise_problems(other_kind(start, opened, partial=partial))
                 if start is not None and not alone:
                     opened = placed(start, opened) if partial else fitted(start, opened)
@@ -144,6 +148,19 @@ def _opened(
     for name, other in found.items():
         found[name] = _with_modules_of(start, other)
     return start, found
+
+
+def _unwrapped(base: Folder, other: Folder) -> Folder:
+    """An expert with base's names, where those of one of the two alone begin with `WRAPPER`."""
+    first = next(iter(base.leaves), "")
+    if all(path.startswith(WRAPPER) for path in other.leaves) and f"{WRAPPER}{first}" in other.leaves:
+        names = {path: path.removeprefix(WRAPPER) for path in other.leaves}
+    elif all(path.startswith(WRAPPER) for path in base.leaves) and first.removeprefix(WRAPPER) in other.leaves:
+        names = {path: f"{WRAPPER}{path}" for path in other.leaves}
+    else:
+        return other
+    leaves = {names[path]: leaf for path, leaf in other.leaves.items()}
+    return other._replace(leaves=leaves, reads={names[path]: read for path, read in other.reads.items()})
 
 
 def _with_modules_of(base: Folder, other: Folder) -> Folder:
@@ -295,17 +312,16 @@ def _foreign_names(base: Folder, other: Folder) -> str:
             longer, shorter = (name, path) if len(name) > len(path) else (path, name)
             if longer.endswith(f".{shorter}"):
                 prefix, whose = longer.removesuffix(shorter), other.label if longer is name else "base"
-                inner = "module" if prefix == "module." else "base_model"  # by DataParallel, or another wrapper
                 if whose == "base" and base.root.is_file():  # of a diffusion model
                     return (
                         f"{other.label} has no parameter of base: names in base start with {prefix!r}: if it is a part "
                         "of base, pass `partial=True`, which takes the rest from base"
                     )
-                head = ", or pass `heads='keep'`" if longer is name and inner == "base_model" else ""
+                head = ", or pass `heads='keep'`" if longer is name else ""
                 head = head or (", or pass `into='base'` to merge its language model" if whose == "base" else "")
                 return (
                     f"{other.label} has no parameter of base: names in {whose} start with {prefix!r}: save it without "
-                    f"(model.{inner}.save_pretrained){head}, or load and save both by one version of transformers"
+                    f"(model.base_model.save_pretrained){head}, or load and save both by one version of transformers"
                 )
     names = f"{next(iter(other.leaves))!r} the first, base's {next(iter(base.leaves))!r}"
     return f"{other.label} has no parameter of base ({names}): trained from another base?"

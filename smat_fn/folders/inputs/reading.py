@@ -40,7 +40,7 @@ DIFFUSION, PIPELINE = "diffusion_pytorch_model.safetensors", "model_index.json" 
 DIFFUSION_INDEX = f"{DIFFUSION}.index.json"
 MODULES, ROUTER = "modules.json", "router_config.json"  # of sentence-transformers
 SUFFIXES = ".safetensors", ".sft"  # of one format
-PICKLES = ".bin", ".pt", ".pth", ".ckpt"  # of torch.save
+PICKLES = ".bin", ".pt", ".pth", ".ckpt", ".tar"  # of torch.save; timm writes .pth.tar
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"  # what is read without safetensors
 TASKS = "tasks.json"  # of models of several tasks: see `several`
 _OF_TRAINERS = "training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt"  # beside weights
@@ -54,7 +54,8 @@ _QUANTISED = (  # last parts of leaf names: GPTQ and AWQ, bitsandbytes, compress
 _SHARD = re.compile(r"-\d+-of-\d+\.(safetensors|sft|bin)$")
 _FACTOR = re.compile(r"\.(lora[._]|lora_linear_layer\.|hada_|lokr_)")  # LoRA, LoHa, LoKr of kohya or diffusers
 _DEQUANTISED = "merge the checkpoint it was made from, or a dequantised copy"
-_SAFE = "save the model again with save_pretrained, or its state dict with safetensors.torch.save_file"
+_SAFE = "save the state dict with safetensors.torch.save_file, or the model with save_pretrained"
+_MODEL = re.compile(r"(model|module|net|network|state_dict|params)(_.+)?|.+_state_dict|ema")  # keys of training scripts
 
 Read: TypeAlias = Callable[[int, int], Tensor]  # flat coordinates [start, stop) of a leaf
 
@@ -81,6 +82,18 @@ class Store:
         return torch.empty(shape, dtype=DTYPES[code], device="meta") if code in DTYPES else None
 
 
+def _named(found: object) -> bool:
+    """Whether an object is a dict of tensors."""
+    return isinstance(found, dict) and all(isinstance(leaf, Tensor) for leaf in found.values())
+
+
+def _inner(found: object) -> dict[str, dict[str, Tensor]]:
+    """The state dicts in the dict of a training script, beside its epoch and its optimizer."""
+    if not isinstance(found, dict) or _named(found):
+        return {}
+    return {key: own for key, own in found.items() if own and _named(own) and _MODEL.fullmatch(str(key))}
+
+
 class Pickled:
     """A mapped file of ``torch.save``, read without running any of its code."""
 
@@ -92,7 +105,11 @@ class Pickled:
             raise ValueError(
                 f"{file} holds pickled weights that cannot be read safely ({first_line(error)}): {_SAFE}"
             ) from error
-        if not isinstance(found, dict) or not all(isinstance(leaf, Tensor) for leaf in found.values()):
+        inner = _inner(found)
+        if len(inner) > 1:
+            raise ValueError(f"{file} holds several sets of weights, {', '.join(map(repr, inner))}: {_SAFE}")
+        found = next(iter(inner.values()), found)
+        if not _named(found):
             keys = shortened([repr(key) for key in found], "{} more") if isinstance(found, dict) else []
             what = f"a dict of {', '.join(keys)}" if keys else f"a {type(found).__name__}"
             raise ValueError(f"{file} holds {what}, not pickled weights by name: {_SAFE}")

@@ -20,12 +20,12 @@ def lines_coefs(paths: Iterable[str], *, low: float, high: float, layer_of: Dept
     """γ_l = low + (high − low) · l / (L − 1) of block l = 0 … L − 1, and low of leaves in no block.
 
     What `apply_rules`, `merge_by` and `merge_folders` take as ``coef``: LiNeS around any merger with a base, in memory
-    or on folders. Of several stacks, as an encoder and a decoder, L is that of the longest.
+    or on folders. Blocks are counted as by `smat_fn.where.by_depth`.
 
     Args:
         paths: of leaves; of all leaves, unless ``layer_of`` is given.
         low, high: γ of the first and of the last block, finite. In the paper's symbols: α and α + β.
-        layer_of: the block of a leaf, None outside of blocks; default: its number in `smat_fn.where.blocks_of`.
+        layer_of: the block of a leaf, None outside of blocks; default: by `smat_fn.where.blocks_of`.
 
     Returns:
         γ by path, in the order of ``paths``.

@@ -122,6 +122,11 @@ def write_statistics(
             raise ValueError(f"{file} is from other rows, weights or settings: remove it, or pass --overwrite")
         if kind == "gram":
             found = input_grams(loss_fn, here, without_padding(suite, task, batches))
+            if unseen := [path for path in gram_layers(loss_fn, here) if path not in found]:
+                yield (
+                    f"note: {len(unseen)} linear layers are called as functions (first: {unseen[0]}) and have "
+                    "no Gram matrix: reg_mean merges them as --others says"
+                )
         else:
             found = diagonal_fisher(loss_fn, here, _rows(suite, task, here, batches, drawn, key))
         if part is not None:

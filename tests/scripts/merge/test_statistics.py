@@ -53,6 +53,22 @@ def test_statistics_are_those_of_the_tasks_training_rows(known, suite):
     }  # fmt: skip
 
 
+def test_layers_without_a_gram_matrix_are_named(known, tmp_path, monkeypatch):
+    expert = shutil.copytree(known / "rot90", tmp_path / "rot90", ignore=shutil.ignore_patterns("gram*"))
+    shutil.copytree(known / "base", tmp_path / "base")
+
+    def grams(*args):
+        found = input_grams(*args)
+        gone.append(found.popitem()[0])
+        return found
+
+    gone = []
+    monkeypatch.setattr(statistics, "input_grams", grams)
+    told = make([expert], kinds=("gram",))
+    assert told[0].startswith(f"note: 1 linear layers are called as functions (first: {gone[0]}) and have no Gram")
+    assert len(told) == 2
+
+
 def test_no_row_comes_twice_and_none_from_test(suite):
     key = random.key(0)
     every = statistics.batches_of(suite, "rot90", "train", 10**6, key)
