@@ -12,7 +12,17 @@ from torch import Tensor
 
 from .. import checkpoint, errors
 from ..errors import problems_of
-from ..merge.around.mixture import fit_problems, origins, router_problems, scale_problems, scaled
+from ..merge.around.mixture import (
+    ARCHITECTURES,
+    MIXTRAL,
+    QWEN3,
+    Architecture,
+    fit_problems,
+    origins,
+    router_problems,
+    scale_problems,
+    scaled,
+)
 from ..merge.parts.chunks import CHUNK
 from ..merge.weight_average import WeightAverage
 from .inputs.adapters import is_adapter
@@ -25,14 +35,13 @@ from .run import Describe, Report, write_job
 from .streaming.chunks import Job, Scratch, target
 from .writing import layout
 
-KINDS = "llama", "mistral"
-
 
 class Models(NamedTuple):
     """The opened models of a mixture."""
 
     base: Folder
     experts: dict[str, Folder]
+    architecture: Architecture
     config: dict[str, Any]  # of the mixture
     notes: tuple[str, ...]
 
@@ -41,9 +50,9 @@ def open_models(base: Path, experts: Mapping[str, Path], *, per_token: int) -> M
     """Base and experts, from their headers and configurations.
 
     Args: per_token: experts that a token is sent to.
-    Raises: ValueError that lists all models that are not plain Llama or Mistral models of one shape.
+    Raises: ValueError that lists all models that are not plain Llama or Mistral, or Qwen3, models of one shape.
     """
-    problems, opened, notes = list[str](), dict[str, Folder](), list[str]()
+    problems, opened, notes, architecture = list[str](), dict[str, Folder](), list[str](), MIXTRAL
     for label, path in {"base": base, **{f"expert {name!r}": path for name, path in experts.items()}}.items():
         if is_adapter(path):
             problems.append(f"{label}: {path} is an adapter: make it a whole model first, by merge.py export")
@@ -51,9 +60,13 @@ def open_models(base: Path, experts: Mapping[str, Path], *, per_token: int) -> M
         with errors.collected(problems):
             opened[label] = open_input(label, path)
             kind = (load_config(opened[label].root) or {}).get("model_type")
-            if kind not in KINDS:
+            own = next((own for own in ARCHITECTURES if kind in own.kinds), None)
+            if label == "base":
+                architecture = own or architecture
+            if own is None or own is not architecture:
                 said = f"of kind {kind}" if kind else "without a model_type in config.json"
-                problems.append(f"{label}: {path} is {said}, must be {' or '.join(KINDS)}")
+                kinds = [kind for own in ARCHITECTURES for kind in own.kinds if label == "base" or own is architecture]
+                problems.append(f"{label}: {path} is {said}, must be {' or '.join(kinds)}")
     if not 1 <= per_token <= len(experts):
         problems.append(f"experts_per_token is {per_token}: must be from 1 to the number of experts, {len(experts)}")
     errors.raise_problems(problems)
@@ -68,26 +81,35 @@ def open_models(base: Path, experts: Mapping[str, Path], *, per_token: int) -> M
     if len({folder.root.resolve() for folder in named.values()}) == 1:
         notes.append("all experts are one model: before it is trained, the mixture computes what that model's MLPs do")
     notes += filter(None, [start.note])
-    config = mixtral_config(start.root, len(named), per_token) | dict(start.config)
-    return Models(start, named, config, tuple(notes))
+    config = mixture_config(architecture, start.root, len(named), per_token) | dict(start.config)
+    return Models(start, named, architecture, config, tuple(notes))
 
 
-def mixtral_config(base: Path, experts: int, per_token: int) -> dict[str, Any]:
-    """The config.json of a mixture: base's fields that Mixtral has, those that base's class fills in too."""
+def mixture_config(architecture: Architecture, base: Path, experts: int, per_token: int) -> dict[str, Any]:
+    """The config.json of a mixture: base's fields that its class has, those that base's class fills in too."""
     import transformers
 
     try:
         own = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False).to_dict()
     except Exception as error:  # transformers checks fields each its way
         raise ValueError(f"base: transformers refuses its config.json ({' '.join(str(error).split())})") from error
-    known = transformers.MixtralConfig().to_dict()
-    kept = {name: value for name, value in own.items() if name in known and name not in ("model_type", "architectures")}
+    make = getattr(transformers, f"{architecture.model}Config")
+    known = {*make().to_dict(), "head_dim"} - {"model_type", "architectures"}
+    kept = {name: value for name, value in own.items() if name in known}
     kept |= {"num_local_experts": experts, "num_experts_per_tok": per_token}
     if "sliding_window" not in own:
         kept["sliding_window"] = None
-    found = transformers.MixtralConfig(**kept).to_dict()
+    if architecture is QWEN3:
+        if own.get("use_sliding_window"):
+            raise ValueError(
+                "base has use_sliding_window, for its last layers alone: a Qwen3-MoE has it for all layers"
+            )
+        kept |= {"moe_intermediate_size": own["intermediate_size"], "norm_topk_prob": True}
+        kept |= {"decoder_sparse_step": 1, "mlp_only_layers": []}  # every layer is a mixture
+    # transformers 4 knows the number of a Qwen3-MoE's experts by this name alone
+    found = make(**kept).to_dict() | ({"num_experts": experts} if architecture is QWEN3 else {})
     found.pop("_name_or_path", None)  # where base lies here
-    return {**found, "architectures": ["MixtralForCausalLM"]}
+    return {**found, "architectures": [f"{architecture.model}ForCausalLM"]}
 
 
 def mixed(models: Models, router: Tensor, residual_scales: Sequence[float | None]) -> Folder:
@@ -126,7 +148,7 @@ def merge_mixture(
     describe: Describe | None = None,
     notes: Sequence[str] = (),
 ) -> Report:
-    """Write a mixture (`merge.around.mixture`) that ``MixtralForCausalLM.from_pretrained`` loads, as `merge_folders`.
+    """Write a mixture (`merge.around.mixture`) that ``from_pretrained`` of its class loads, as `merge_folders`.
 
     Bits are those of the experts, cast to ``out_dtype``; memory is that of one chunk and of the router.
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts of dense models in Mixtral's layout: base's attention, every expert's MLP, a router a layer."""
+"""Mixtures of experts (Mixtral, Qwen3-MoE) of dense models: base's attention, every expert's MLP, a router a layer."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,12 +14,38 @@ from ...types import Params
 from ..parts.inputs import Experts, type_problems
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-_PARTS = {"mlp.gate_proj.weight": "w1", "mlp.down_proj.weight": "w2", "mlp.up_proj.weight": "w3"}
+_PARTS = "mlp.gate_proj.weight", "mlp.down_proj.weight", "mlp.up_proj.weight"
 _KEPT = {
     *(f"self_attn.{name}_proj.weight" for name in "qkvo"),
     *("input_layernorm.weight", "post_attention_layernorm.weight"),
 }
+_NORMS = "self_attn.q_norm.weight", "self_attn.k_norm.weight"
 _AROUND = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
+
+class Architecture(NamedTuple):
+    """A model class of mixtures, and its names in a layer."""
+
+    name: str
+    model: str  # class of ``transformers``
+    kinds: tuple[str, ...]  # ``model_type`` of the dense models
+    block: str
+    parts: tuple[str, ...]  # of an expert, in the order of `_PARTS`
+    kept: tuple[str, ...] = ()  # what comes from base, beside `_KEPT`
+
+
+MIXTRAL = Architecture(
+    "Mixtral", "Mixtral", ("llama", "mistral"), "block_sparse_moe", ("w1.weight", "w2.weight", "w3.weight")
+)
+QWEN3 = Architecture(
+    "Qwen3-MoE", "Qwen3Moe", ("qwen3",), "mlp", tuple(part.removeprefix("mlp.") for part in _PARTS), kept=_NORMS
+)
+ARCHITECTURES = MIXTRAL, QWEN3
+
+
+def architecture_of(paths: Iterable[str]) -> Architecture:
+    """The architecture of a mixture of models with these parameters: Qwen3 normalises queries and keys."""
+    return QWEN3 if any(path.endswith(_NORMS) for path in paths) else MIXTRAL
 
 
 class Origin(NamedTuple):
@@ -34,25 +60,32 @@ def origins(paths: Iterable[str], experts: int) -> dict[str, Origin]:
     """The parameters of a mixture by name, in the order of a dense model's, with their origin.
 
     Args:
-        paths: parameters of base, a Llama or Mistral language model as ``transformers`` names them.
+        paths: parameters of base, a Llama, Mistral or Qwen3 language model as ``transformers`` names them.
         experts: their number N.
 
-    Raises: ValueError that lists parameters that Mixtral has no place for.
+    Raises: ValueError that lists parameters that the mixture has no place for.
     """
-    found, unknown = dict[str, Origin](), list[str]()
+    found, unknown, paths = dict[str, Origin](), list[str](), list(paths)
+    architecture = architecture_of(paths)
+    parts = dict(zip(_PARTS, architecture.parts, strict=True))
     for path in paths:
         layer = _LAYER.fullmatch(path)
-        part = _PARTS.get(layer[2]) if layer else None
+        part = parts.get(layer[2]) if layer else None
         if layer and part:
-            block = f"model.layers.{layer[1]}.block_sparse_moe"
-            if part == "w1":
+            block = f"model.layers.{layer[1]}.{architecture.block}"
+            if layer[2] == _PARTS[0]:
                 found[f"{block}.gate.weight"] = Origin(layer[1], router=True)
-            found |= {f"{block}.experts.{i}.{part}.weight": Origin(path, i) for i in range(experts)}
-        elif path in _AROUND or (layer and layer[2] in _KEPT):
+            found |= {f"{block}.experts.{i}.{part}": Origin(path, i) for i in range(experts)}
+        elif path in _AROUND or (layer and (layer[2] in _KEPT or layer[2] in architecture.kept)):
             found[path] = Origin(path)
         elif not path.endswith("rotary_emb.inv_freq"):  # computed from the configuration
             unknown.append(path)
-    errors.raise_problems([f"parameter {p!r} has no place in Mixtral: plain Llama and Mistral have" for p in unknown])
+    errors.raise_problems(
+        [
+            f"parameter {p!r} has no place in {architecture.name}: base must be a plain {_either(architecture)}"
+            for p in unknown
+        ]
+    )
     return found
 
 
@@ -60,7 +93,7 @@ def fit_problems(base: Mapping[str, Tensor], experts: Mapping[str, Mapping[str, 
     """Errors for MLPs of experts that are not of base's shapes. Only names and shapes are read."""
     layers = [path for path in base if (found := _LAYER.fullmatch(path)) and found[2] in _PARTS]
     known = "model.layers.0.mlp.gate_proj.weight"
-    problems = [] if layers else [f"base has no parameter {known!r}: is it a Llama or Mistral?"]
+    problems = [] if layers else [f"base has no parameter {known!r}: is it a Llama, Mistral or Qwen3?"]
     for name, leaves in experts.items():
         lacking = [path for path in layers if path not in leaves]
         problems += [f"expert {name!r} lacks parameter {path!r} of base" for path in lacking[:3]]
@@ -89,18 +122,19 @@ def mixture(
     router: the p_i that count add up to 1.
 
     Args:
-        base: tree of a Llama or Mistral language model.
+        base: tree of a Llama, Mistral or Qwen3 language model.
         experts: {name: tree} or a list of N trees, of which the MLPs are read.
         router: (layers, N, width), a row for each expert (`rows`).
         residual_scales: a factor of each expert's ``down_proj``; None: 1.
 
     Returns:
-        A flat tree in the names of ``MixtralForCausalLM``'s checkpoints, of base's dtypes.
+        A flat tree of base's dtypes, in the names of ``MixtralForCausalLM``'s checkpoints, of a Qwen3 in those of
+        ``Qwen3MoeForCausalLM``.
 
     Raises:
-        ValueError: lists parameters without a place in Mixtral, and experts and routers of other shapes.
+        ValueError: lists parameters without a place in the mixture, and experts and routers of other shapes.
 
-    Source: Jiang et al., "Mixtral of experts", 2024; mergekit 0.1.5, moe/mixtral.py.
+    Source: Jiang et al., "Mixtral of experts", 2024; mergekit 0.1.5, moe/mixtral.py and moe/qwen3.py.
     """
     start = tree.flatten(base)
     if not isinstance(experts, (Mapping, list, tuple)) or not experts:
@@ -123,6 +157,10 @@ def mixture(
         return scaled(every[origin.expert][origin.path].detach(), scaled_by).to(start[origin.path].dtype, copy=True)
 
     return {path: leaf(origin) for path, origin in found.items()}
+
+
+def _either(architecture: Architecture) -> str:
+    return " or ".join(kind.capitalize() for kind in architecture.kinds)
 
 
 def scale_problems(scales: Sequence[float | None], experts: int) -> list[str]:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from ...folders.files import Hashing, size_text
 from ...folders.inputs.hub import unavailable
 from ...folders.mixtures import Models, beside, merge_mixture, open_models
 from ...folders.prepare import out_dtypes
-from ...merge.around.mixture import random_rows, rows
+from ...merge.around.mixture import MIXTRAL, QWEN3, Architecture, random_rows, rows
 from .. import outcome
 from ..recipes.load import fields_of
 from ..recipes.places import folder_name, folders_beside, placed, placed_by_name
@@ -55,6 +56,7 @@ class Mixture(NamedTuple):
     dtype: str | None
     per_token: int
     seed: int | None  # of a file of ours
+    architecture: Architecture | None
 
 
 def load(file: Path) -> Mixture:
@@ -81,15 +83,22 @@ def load(file: Path) -> Mixture:
         dtype=found.get("dtype"),
         per_token=found.get("experts_per_token", 2),
         seed=found.get("seed"),
+        architecture=architecture_named(found.get("architecture")),
     )
+
+
+def architecture_named(name: Any) -> Architecture | None:
+    """The architecture that mergekit-moe knows by a name."""
+    known = {"mixtral": MIXTRAL, "qwen3": QWEN3, "qwen3moe": QWEN3}
+    return known.get(re.sub("[ _-]", "", str(name).lower()))
 
 
 def _problems(found: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"{name} is not a field: they are {', '.join(FIELDS)}" for name in found if name not in FIELDS)
     if found.get("shared_experts"):
-        yield "shared_experts is not supported: Mixtral has none"
-    if str(found.get("architecture") or "mixtral").lower() != "mixtral":
-        yield f"architecture is {found['architecture']!r}: only mixtral is supported"
+        yield "shared_experts is not supported: Mixtral and Qwen3-MoE have none"
+    if (named := found.get("architecture")) is not None and architecture_named(named) is None:
+        yield f"architecture is {named!r}, must be mixtral or qwen3"
     if not isinstance(found.get("base_model"), str) or "+" in found["base_model"]:
         yield f"base_model is {found.get('base_model')!r}: must be a folder or a hub name"
     mode = found.get("gate_mode", "hidden")
@@ -147,6 +156,10 @@ def make(args: Moe) -> Iterator[str]:
     errors.raise_problems(unavailable({"base": base, **{f"expert {name!r}": path for name, path in paths.items()}}))
     base = local_folder("base", base)
     models = open_models(base, {n: local_folder(n, path) for n, path in paths.items()}, per_token=asked.per_token)
+    if asked.architecture not in (None, models.architecture):
+        raise ValueError(
+            f"{args.file}: architecture is {asked.architecture.name}, of these models it is {models.architecture.name}"
+        )
     prompts = json.dumps([(own.positive, own.negative) for own in asked.experts])
     facts = {
         **facts_of(base, list(paths.values()), {name: manifest_of(path) for name, path in paths.items()}, seed),

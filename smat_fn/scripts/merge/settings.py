@@ -166,7 +166,7 @@ class FromRecipe:
 
 @dataclass(frozen=True)
 class Moe:
-    """Make a mixture of experts (Mixtral) from Llama or Mistral models, by mergekit-moe's YAML."""
+    """Make a mixture of experts from Llama or Mistral models (Mixtral) or Qwen3 (Qwen3-MoE), by mergekit-moe's YAML."""
 
     file: Annotated[Positional[Path], arg(metavar="FILE")]
     """YAML file: base_model, experts with source_model and prompts, gate_mode, dtype, experts_per_token."""

@@ -2,7 +2,7 @@
 
     pip install torch==2.13.0 && pip install mergekit==0.1.5 accelerate && python make_moe.py
 
-Names are those of ``MixtralForCausalLM`` in memory.
+Names are those of ``MixtralForCausalLM``, and ``Qwen3MoeForCausalLM``, in memory.
 """
 
 import subprocess
@@ -21,6 +21,7 @@ PROMPTS = [
     {"positive_prompts": ["t10 t11"]},
 ]
 MODES = "hidden", "hidden_avg", "cheap_embed"
+QWEN3 = {"head_dim": 6}  # not the width over the heads
 
 
 def file_of(mode, folder, **more):
@@ -46,21 +47,21 @@ def write_models(folder, kind="Llama", **more):
 
 def main():
     from safetensors.torch import save_file
-    from transformers import MixtralForCausalLM
+    from transformers import AutoModelForCausalLM
 
     out = {}
     with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        write_models(folder)
-        for mode in MODES:
-            (folder / "moe.yml").write_text(yaml.safe_dump(file_of(mode, folder)))
-            command = [str(Path(sys.executable).parent / "mergekit-moe"), "moe.yml", mode]
-            subprocess.run(command, check=True, cwd=folder)
-            model = MixtralForCausalLM.from_pretrained(folder / mode, dtype="auto")
-            kept = mode == MODES[0]
-            out |= {
-                f"{mode}/{k}": v.clone() for k, v in model.state_dict().items() if kept or k.endswith("gate.weight")
-            }
+        for kind, modes in {"Llama": MODES, "Qwen3": MODES[:1]}.items():
+            folder = Path(place) / kind
+            folder.mkdir()
+            write_models(folder, kind, **QWEN3 if kind == "Qwen3" else {})
+            for mode in modes:
+                (folder / "moe.yml").write_text(yaml.safe_dump(file_of(mode, folder)))
+                subprocess.run([sys.executable, "-m", "mergekit.scripts.moe", "moe.yml", mode], check=True, cwd=folder)
+                found = AutoModelForCausalLM.from_pretrained(folder / mode, dtype="auto").state_dict()
+                label = mode if kind == "Llama" else kind
+                kept = mode == MODES[0]
+                out |= {f"{label}/{k}": v.clone() for k, v in found.items() if kept or k.endswith("gate.weight")}
     save_file(out, HERE / "golden" / "moe.safetensors")
 
 

@@ -41,7 +41,8 @@ def made(file, out, **options):
 
 
 def mixed(folder, **more):
-    model, told = transformers.MixtralForCausalLM.from_pretrained(folder, output_loading_info=True, **more)
+    model, told = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **more)
+    assert "Moe" in type(model).__name__ or "Mixtral" in type(model).__name__
     assert not any(told.values())
     return model
 
@@ -50,14 +51,18 @@ def weights(folder):
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("mode", make_moe.MODES)
-def test_a_mixture_is_what_mergekit_makes_of_it(mode, models, tmp_path):
-    made(make_moe.file_of(mode, models), tmp_path / "out")
+@pytest.mark.parametrize("label", [*make_moe.MODES, "Qwen3"])
+def test_a_mixture_is_what_mergekit_makes_of_it(label, models, tmp_path):
+    mode, more = (label, {}) if label in make_moe.MODES else ("hidden", {"architecture": "qwen3"})
+    if more:
+        models = tmp_path / "models"
+        make_moe.write_models(models, "Qwen3", **make_moe.QWEN3)
+    made(make_moe.file_of(mode, models, **more), tmp_path / "out")
     found = mixed(tmp_path / "out").state_dict()
     wanted = {
         k.partition("/")[2]: v
         for k, v in load_file(HERE / "golden/moe.safetensors").items()
-        if k.startswith(f"{mode}/")
+        if k.startswith(f"{label}/")
     }
     assert wanted.keys() <= found.keys()
     assert mode != "hidden" or wanted.keys() == found.keys()
@@ -70,6 +75,7 @@ def test_a_mixture_is_what_mergekit_makes_of_it(mode, models, tmp_path):
 
 @pytest.mark.parametrize(("kind", "more"), [pytest.param("Llama", {}, marks=pytest.mark.slow),
                                             ("Llama", {"tie_word_embeddings": True, "rope_theta": 77.0}),
+                                            ("Qwen3", {"head_dim": 6, "tie_word_embeddings": True}),
                                             ("Mistral", {"sliding_window": 4})])  # fmt: skip
 def test_equal_experts_compute_what_the_dense_model_does(kind, more, tmp_path):
     make_moe.write_models(tmp_path, kind, **more)
@@ -184,7 +190,7 @@ BAD = {
     ],
 }
 NAMED = (
-    "colour is not a field", "shared_experts is not supported", "architecture is 'qwen'", "base_model is 3",
+    "colour is not a field", "shared_experts is not supported", "architecture is 'qwen', must be", "base_model is 3",
     "gate_mode is 'guess', must be one of hidden, ", "dtype is 'int8', must be one of ",
     "experts_per_token is '2'", "experts[0].width is not a field",
     "experts[0].noise_scale is not supported", "experts[0].residual_scale is 'much'",
@@ -225,9 +231,10 @@ def test_models_that_do_not_fit_are_refused_before_anything_is_written(tmp_path)
     make_moe.write_models(tmp_path / "wide", attention_bias=True)
     refused = {
         "experts_per_token is 4: must be from 1 to the number of experts, 3": {"experts_per_token": 4},
-        "parameter 'model.layers.0.self_attn.k_proj.bias' has no place in Mixtral": {
+        "parameter 'model.layers.0.self_attn.k_proj.bias' has no place in Mixtral: base must be a plain Llama": {
             "base_model": str(tmp_path / "wide/BASE")
         },
+        "architecture is Qwen3-MoE, of these models it is Mixtral": {"architecture": "Qwen3 MoE"},
         "missing is not a folder": {"base_model": str(tmp_path / "missing")},
         "adapter is an adapter: make it a whole model first": {"base_model": str(tmp_path / "adapter")},
     }
@@ -252,6 +259,9 @@ def test_models_that_do_not_fit_are_refused_before_anything_is_written(tmp_path)
         made(make_moe.file_of("random", tmp_path), tmp_path / "out")
     change(tmp_path / "B", model_type="gpt2", hidden_act="silu")
     with pytest.raises(ValueError, match="is of kind gpt2, must be llama or mistral"):
+        made(make_moe.file_of("random", tmp_path), tmp_path / "out")
+    change(tmp_path / "B", model_type="qwen3", hidden_act="silu")
+    with pytest.raises(ValueError, match=r"B is of kind qwen3, must be llama or mistral"):
         made(make_moe.file_of("random", tmp_path), tmp_path / "out")
     change(tmp_path / "B", model_type="llama")
     for file in (tmp_path / "BASE").glob("tokenizer*"):
@@ -278,6 +288,12 @@ def test_models_that_do_not_fit_are_refused_before_anything_is_written(tmp_path)
         with pytest.raises(ValueError, match=r"give a mapping .* or a list of trees, at least one"):
             mixture(base, none, router)
     assert not (tmp_path / "out").exists()
+
+
+def test_windows_of_the_last_layers_alone_have_no_place_in_a_mixture(tmp_path):
+    make_moe.write_models(tmp_path, "Qwen3", use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    with pytest.raises(ValueError, match="base has use_sliding_window, for its last layers alone"):
+        made(make_moe.file_of("random", tmp_path), tmp_path / "out")
 
 
 def test_a_rerun_sees_another_tokenizer_and_a_scale_that_is_no_number(models, tmp_path):
