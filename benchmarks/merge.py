@@ -96,6 +96,9 @@ Merger = Literal[
     "della",
     "breadcrumbs",
     "karcher",
+    "sce",
+    "ram",
+    "ram, boost",
 ]
 WEIGHTED = "weights=dict.fromkeys(names, 0.3)"  # names: of the experts
 MERGERS: dict[Merger, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
@@ -141,6 +144,9 @@ MERGERS: dict[Merger, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"weight": 1.0, "density": 0.5, "epsilon": 0.07},
     ),
     "karcher": ("Karcher()", "karcher", {}, {}),
+    "sce": ("Sce()", "sce", {"select_topk": 1.0}, {}),
+    "ram": ("Ram()", "ram", {}, {}),
+    "ram, boost": ("Ram(boost=0.1, cap=0.2, scope='tensor')", "ramplus_tl", {}, {}),
 }
 WITHOUT_BASE = "linear", "karcher"  # of mergekit
 Case = Literal["bfloat16", "float32", "embedding"]
