@@ -7,6 +7,7 @@ has deleted all that is to be deleted.
 
 import math
 import re
+import string
 import sys
 import unicodedata
 from collections import Counter
@@ -172,7 +173,7 @@ def token_f1(predictions: Sequence[str], references: Sequence[str], prompts: Seq
 
     Two texts without a word score 1, one without a word 0.
 
-    Source: the F1 of SQuAD 1.1 (Rajpurkar et al., EMNLP 2016).
+    Source: the F1 of SQuAD 2.0 (Rajpurkar et al., ACL 2018); SQuAD 1.1 scores two texts without a word 0.
     """
 
     def row(prediction: str, reference: str) -> float:
@@ -203,8 +204,10 @@ def uncounted(metric: TextMetric, references: Sequence[str]) -> list[str]:
         )
         found.append((len(odd), why))
     if metric in (rouge_l, contains):
-        why = "are empty, which this metric never counts as right: remove these rows, or choose another metric"
-        found.append((sum(not text.strip() for text in references), why))
+        what = "are empty" if metric is rouge_l else "are empty or punctuation alone"
+        why = f"{what}, which this metric never counts as right: remove these rows, or choose another metric"
+        own = (text.split() if metric is rouge_l else _words("", text)[1] for text in references)
+        found.append((sum(not words for words in own), why))
     if metric in (rouge_l, token_f1, contains):
         why = "have no spaces between words, which this metric compares: exact, or a function of your own, fits better"
         found.append((sum(bool(_UNSPACED.search(text)) for text in references), why))
@@ -255,16 +258,22 @@ TRACE_METRICS: Mapping[str, TextMetric] = MappingProxyType(
 
 
 def _words(prediction: str, reference: str) -> list[list[str]]:
-    """The words of both in lower case and NFKC, without punctuation and English articles, as SQuAD compares answers.
+    """The words of both in lower case, without punctuation and English articles, as SQuAD compares answers.
 
-    Where the reference has nothing but articles they are kept: the A of a choice is an answer.
+    Beyond SQuAD, which drops ``string.punctuation`` (with symbols such as $ and +): texts are in NFKC, other
+    punctuation of Unicode is dropped too, and where the reference has nothing but articles they are kept: the A of a
+    choice is an answer.
     """
     texts = [unicodedata.normalize("NFKC", text).lower() for text in (prediction, reference)]
-    words = ["".join(c for c in text if not unicodedata.category(c).startswith("P")).split() for text in texts]
+    words = ["".join(c for c in text if not _is_punctuation(c)).split() for text in texts]
     articles = {"a", "an", "the"}
     if words[1] and articles.issuperset(words[1]):
         return words
     return [[word for word in own if word not in articles] for own in words]
+
+
+def _is_punctuation(character: str) -> bool:
+    return character in string.punctuation or unicodedata.category(character).startswith("P")
 
 
 def _sari(source: Counter[str], prediction: Counter[str], reference: Counter[str]) -> float:

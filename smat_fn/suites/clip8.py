@@ -136,6 +136,7 @@ class Clip8(EncoderSuite):
         errors.raise_problems([*count_problem("eval_batch", own.eval_batch), *model_problems(own.model), *found])
         names = _class_names(self._rows, chosen)
         self.notes = (*made, *chain.from_iterable(self._notes(task, own) for task, own in names.items()))
+        self.notes += _underscored(names) if of_texts else ()
         model: clip.Clip | ImageClassifier = (clip if of_texts else image_classifier).load(
             own.model, device=self.device, **own.loading()
         )
@@ -340,6 +341,16 @@ def _check_sizes(firsts: Mapping[tuple[str, str], Tensor], size: tuple[int, int]
             for (task, split), first in firsts.items()
             if first.shape[2:] != size
         ]
+    )
+
+
+def _underscored(names: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """A note for each task whose prompts would have underscores."""
+    found = {task: [name for name in own if "_" in name] for task, own in names.items()}
+    return tuple(
+        f"{len(own)} class names of {task} have underscores ({own[0]!r}), also in prompts: write them with spaces"
+        for task, own in found.items()
+        if own
     )
 
 

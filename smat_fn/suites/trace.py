@@ -2,12 +2,14 @@
 
 A task is rows of prompt and answer in the splits train, dev and eval (`rows`); eval is the test split. An expert
 minimises the mean negative log-likelihood of every token (`text`), of an encoder-decoder that of the answer (`pairs`);
-a score is the task's metric of decoded answers. Tasks that are not TRACE's are decoded greedily and scored by the
-option ``metric``.
+a score is the task's metric of decoded answers. The paper's seven (`TASKS`) have metrics and decoding of their own;
+all other tasks, those of TRACE that the paper leaves out too (Py150), are decoded greedily and scored by the option
+``metric``.
 """
 
 import inspect
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +36,7 @@ from ..evaluate.engine import Engine, engine_name, find_engine, in_batches
 from ..evaluate.metrics import (
     TRACE_METRICS,
     TextMetric,
+    extract_label,
     first_letter_accuracy,
     label_accuracy,
     metric_of,
@@ -71,9 +74,9 @@ class TraceOptions(SuiteOptions):
     data: str
     """A folder of <task>/<split> files, or a dataset on the hub whose configs are the tasks."""
     tasks: tuple[str, ...] | None = None
-    """Tasks (default: those of the folder, for a dataset on the hub the seven of TRACE)."""
+    """Tasks (default: those of the folder, for a dataset on the hub the paper's seven of TRACE)."""
     metric: str = "rouge-l"
-    """Metric of tasks that are not TRACE's: rouge-l, label, number, exact, f1, contains, or module:function."""
+    """Metric of all tasks but the paper's seven: rouge-l, label, number, exact, f1, contains, or module:function."""
     max_length: int = 512
     """Maximum number of tokens of a training row."""
     truncate: text.Truncate = "right"
@@ -159,7 +162,7 @@ class Trace(BaseSuite):
         for task in own.only or tasks:
             self.notes += tuple(shared_rows(task, {split: list(map(str, asked[task, split])) for split in SPLITS}))
         if own.metric != TraceOptions.metric and all(task in TRACE_METRICS for task in tasks):
-            self.notes += (f"metric {own.metric} scores no task: those of TRACE have metrics of their own",)
+            self.notes += (f"metric {own.metric} scores no task: the paper's seven have metrics of their own",)
         self._lm = lm = language.load(own.model, device=place, device_map=own.device_map, **own.loading())
         self.notes += tuple(self._doubts(lm))
         self._device = next(iter(lm.params.values())).device
@@ -188,11 +191,11 @@ class Trace(BaseSuite):
     def _doubts(self, lm: LanguageModel) -> Iterator[str]:
         """Notes on answers that cannot be counted, and on settings for generation that are not used."""
         for (task, split), rows in self._rows.items():
-            others = sum(not _is_letter(answer) for answer in rows.answers)
+            others = sum(not _is_letter(task, answer) for answer in rows.answers)
             if split != "train" and self._metric(task) in LABELS and others:
                 yield (
-                    f"{others} of {len(rows.answers)} answers of {task} ({SPLITS[split]}) do not begin with a letter A "
-                    "to D, which its metric compares: they count as wrong, whatever the model says"
+                    f"{others} of {len(rows.answers)} answers of {task} ({SPLITS[split]}) do not begin with a "
+                    "stand-alone letter A to D, which its metric compares: the same text counts as wrong"
                 )
             if task not in TASKS and split != "train":
                 where = f"of the {len(rows.answers)} answers of {task} ({SPLITS[split]})"
@@ -273,7 +276,7 @@ class Trace(BaseSuite):
     def task_names(
         cls, *, data: str | Path = "", tasks: tuple[str, ...] | None = None, **options: Any
     ) -> tuple[str, ...]:
-        """The given tasks; else those of a folder, TRACE's first, then its other folders by name; else the seven.
+        """The given tasks; else those of a folder, the paper's first, then its others by name; else the paper's seven.
 
         Raises: ValueError for a folder without tasks, and for tasks named twice.
         """
@@ -543,15 +546,17 @@ def _asked(rows: TextRows | Sequence[Conversation]) -> TextRows:
 
 
 def _unlettered(task: str, split: str, answers: Sequence[str]) -> list[str]:
-    """The error for answers that a metric of letters can never count; TRACE's own may have some."""
-    bad = [i for i, answer in enumerate(answers) if not _is_letter(answer)]
+    """The error for answers that a metric of letters can never count; the paper's tasks may have some."""
+    bad = [i for i, answer in enumerate(answers) if not _is_letter(task, answer)]
     if not bad or (task in TASKS and len(bad) < len(answers)):
         return []
     which = "no answer" if len(bad) == len(answers) else f"the answer of {name_rows(bad)}"
-    begins, every = ("begins", "every score") if len(bad) == len(answers) else ("does not begin", "their score")
+    begins = "begins" if len(bad) == len(answers) else "does not begin"
+    way = "give the task another name and choose a metric" if task in TASKS else "choose another metric, such as exact"
     return [
-        f"{which} of {task} ({split}) {begins} with a letter A to D, which its metric compares: {every} would be 0; "
-        "write letters, or give the task another name and choose a metric"
+        f"{which} of {task} ({split}) {begins} with a stand-alone letter A to D, which its metric compares: the "
+        f"same text would count as wrong; the first is {answers[bad[0]].strip()[:40]!r}; write letters (capitals where "
+        f"words follow), or {way}"
     ]
 
 
@@ -559,8 +564,14 @@ def _letter(answer: str) -> str:
     return answer.strip()[:1].upper()
 
 
-def _is_letter(answer: str) -> bool:
-    return _letter(answer) in LETTERS
+def _is_letter(task: str, answer: str) -> bool:
+    """Whether an answer begins with a letter that its metric finds in texts: the first of "B: hawkish", not "business".
+
+    The metric of ScienceQA reads first characters alone.
+    """
+    if TRACE_METRICS.get(task) is first_letter_accuracy:
+        return _letter(answer) in LETTERS
+    return bool(re.match(r"\s*[A-D](?![A-Za-z0-9])", answer, re.IGNORECASE) and extract_label(answer))
 
 
 def _pairs(rows: TextRows) -> list[tuple[str, str]]:

@@ -26,7 +26,10 @@ def inputs(tmp_path_factory):
     for task in TASKS:
         (root / "rows" / task).mkdir(parents=True)
         for split in ("train", "dev", "eval"):
-            rows = [{"prompt": f"{split} {i}: {' '.join(WORDS[i:])}", "answer": WORDS[i].upper()} for i in range(9)]
+            rows = [
+                {"prompt": f"{split} {i}: {' '.join(WORDS[i:])}", "answer": f"{'ABCD'[i % 4]} {WORDS[i].upper()}"}
+                for i in range(9)
+            ]
             (root / "rows" / task / f"{split}.json").write_text(json.dumps(rows))
     example = runpy.run_path(str(ROOT / "examples/trace_tiny.py"))
     texts = example["row_texts"](root / "rows", TASKS)

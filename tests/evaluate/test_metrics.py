@@ -225,6 +225,12 @@ def test_exact_f1_and_contains_compare_words_as_squad_does():
     assert contains(["tower eiffel", "the eiffel, tower of"], ["eiffel tower", "eiffel tower"]) == 50
 
 
+@pytest.mark.parametrize(("says", "want"), [("$5", "5"), ("C++", "C"), ("`code`", "code"), ("5\u20135", "5-5")])
+def test_symbols_of_ascii_are_punctuation_as_in_squad_and_so_is_that_of_unicode(says, want):
+    assert exact_match([says], [want]) == token_f1([says], [want]) == contains([says], [want]) == 100
+    assert exact_match([f"{says}\u20ac"], [want]) == 0  # the euro sign is not punctuation
+
+
 def test_the_a_of_a_choice_is_an_answer_and_no_article():
     says = ["A", "the answer is (A).", "", "the", "B"]
     assert exact_match(says, ["A"] * 5) == token_f1(["A", "", "the", "B"], ["A"] * 4) - 5 == 20

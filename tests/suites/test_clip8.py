@@ -319,6 +319,12 @@ def test_the_hub_is_asked_by_task_and_split_and_one_split_may_name_the_classes(l
     assert suite.score(suite.base, "SVHN", "test") in (0, 50, 100)
 
 
+def test_class_names_with_underscores_are_a_note(load, tmp_path):
+    write_task(tmp_path, "places", ("train_station", "bus_stop", "beach"))
+    note = "2 class names of places have underscores ('train_station'), also in prompts: write them with spaces"
+    assert load(data=str(tmp_path)).notes == (note,)
+
+
 @pytest.mark.parametrize("encoded", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_images_in_two_splits_or_with_two_labels_are_a_note(load, folders, tmp_path, encoded):
     assert load().notes == ()

@@ -272,7 +272,7 @@ def test_tasks_of_ones_own_are_decoded_greedily_and_scored_by_the_chosen_metric(
 
 def test_a_metric_that_scores_no_task_is_a_note(load):
     assert load().notes == ()
-    assert load(metric="exact").notes == ("metric exact scores no task: those of TRACE have metrics of their own",)
+    assert load(metric="exact").notes == ("metric exact scores no task: the paper's seven have metrics of their own",)
 
 
 def test_columns_of_other_names_are_named_and_stay_in_the_recipe(load, tmp_path):
@@ -294,16 +294,29 @@ def test_columns_of_other_names_are_named_and_stay_in_the_recipe(load, tmp_path)
 def test_answers_that_a_metric_of_letters_can_never_count_are_told(load, tmp_path):
     write_rows(tmp_path, "mine", answers=("good", "poor"))
     load(data=str(tmp_path))
-    with pytest.raises(ValueError, match=r"no answer of mine \(dev\) begins with a letter A to D.*mine \(eval\)"):
+    with pytest.raises(
+        ValueError, match=r"no answer of mine \(dev\) begins with a stand-alone letter A to D.*mine \(eval\)"
+    ):
         load(data=str(tmp_path), metric="label")
     write_rows(tmp_path / "some", "mine", answers=("A", "e", "b"))
-    with pytest.raises(ValueError, match=r"answer of row 1 of mine \(dev\) does not begin .*: their score would"):
+    with pytest.raises(ValueError, match=r"answer of row 1 of mine \(dev\) does not begin .*: the same text would"):
         load(data=str(tmp_path / "some"), metric="label")
     load(data=str(tmp_path / "some"))
     write_rows(tmp_path / "some", "FOMC", answers=("A", "e", "b"))  # the paper's rows are as they are
     dev, test = load(data=str(tmp_path / "some"), tasks=("FOMC",)).notes
-    assert dev.startswith("1 of 3 answers of FOMC (dev) do not begin with a letter A to D")
+    assert dev.startswith("1 of 3 answers of FOMC (dev) do not begin with a stand-alone letter A to D")
     assert test.startswith("1 of 4 answers of FOMC (eval) do not")
+
+
+def test_class_words_that_begin_with_a_letter_are_not_letters(load, tmp_path):
+    write_rows(tmp_path / "words", "mine", answers=("business", "Crime", "a dog"))
+    told = r"no answer of mine \(dev\) .*'business'; write letters \(.*\), or choose another metric, such as exact"
+    with pytest.raises(ValueError, match=told):
+        load(data=str(tmp_path / "words"), metric="label")
+    write_rows(tmp_path / "letters", "mine", answers=("A\nBecause the answer is B", "B: hawkish", "c"))
+    load(data=str(tmp_path / "letters"), metric="label")
+    write_rows(tmp_path / "science", "ScienceQA", answers=("A\nBecause", "Because", "B"))  # first characters count
+    assert load(data=str(tmp_path / "science"), tasks=("ScienceQA",)).notes == ()
 
 
 def test_answers_that_a_metric_compares_badly_are_notes(load, tmp_path):
@@ -320,8 +333,11 @@ def test_answers_that_a_metric_compares_badly_are_notes(load, tmp_path):
     for metric in ("rouge-l", "f1", "contains"):
         own = notes(metric, *odd)
         assert sum("(dev) 1 have no spaces between words, which this metric compares" in note for note in own) == 1
-        assert sum("(dev) 1 are empty, which this metric never" in note for note in own) == (metric != "f1")
+        assert sum("(dev) 1 are empty" in note for note in own) == (metric != "f1")
     assert notes("exact", *odd) == []
+    write_rows(tmp_path / "symbols", "mine", answers=("+", "-", "7"))
+    (dev, _) = load(data=str(tmp_path / "symbols"), metric="contains").notes
+    assert "(dev) 2 are empty or punctuation alone, which this metric never" in dev
 
 
 def test_dev_answers_that_are_longer_than_what_is_decoded_are_a_note(load, tmp_path):
@@ -418,7 +434,7 @@ def test_made_splits_have_every_letter_whatever_follows_it(load, tmp_path):
 def test_answers_without_a_letter_are_told_by_the_rows_of_train_before_they_are_split(load, tmp_path):
     write_rows(tmp_path / "rows", "mine", sizes=(40, 3, 4), answers=["A", "B", "C", "x"])
     (tmp_path / "rows/mine/dev.json").unlink()
-    with pytest.raises(ValueError, match=r"the answer of rows 3, 7, .* of mine \(train\) does not begin with a letter"):
+    with pytest.raises(ValueError, match=r"the answer of rows 3, 7, .* of mine \(train\) does not begin with a stand-"):
         load(data=str(tmp_path / "rows"), metric="label")
 
 

@@ -37,7 +37,10 @@ def world(tmp_path_factory):
     for task in TASKS:
         (root / "rows" / task).mkdir(parents=True)
         for split in ("train", "dev", "eval"):
-            rows = [{"prompt": f"{split} {i}: {' '.join(WORDS[i:])}", "answer": WORDS[i].upper()} for i in range(ROWS)]
+            rows = [
+                {"prompt": f"{split} {i}: {' '.join(WORDS[i:])}", "answer": f"{'ABCD'[i % 4]} {WORDS[i].upper()}"}
+                for i in range(ROWS)
+            ]
             (root / "rows" / task / f"{split}.json").write_text(json.dumps(rows))
     EXAMPLE["write_model"](
         root / "model", EXAMPLE["row_texts"](root / "rows", TASKS), vocabulary=300, width=16, layers=1
@@ -123,7 +126,7 @@ def test_answers_stand_there_to_be_read(world, whole):
     expert = checkpoint.load_manifest(world / "run/FOMC")["fingerprint"]
     (mine,) = [line for line in lines if line["name"] == "FT expert:FOMC, seed 3" and line["row"] == 2]
     assert mine["model"] == {"fingerprint": expert}
-    assert (mine["task"], mine["split"], mine["repeat"], mine["reference"]) == ("FOMC", "test", 0, WORDS[2].upper())
+    assert (mine["task"], mine["split"], mine["repeat"], mine["reference"]) == ("FOMC", "test", 0, "C VOTED")
     merged = {(line["task"], line["repeat"], line["row"]) for line in lines if line["name"] == "FT ta, seed 3"}
     assert merged == {(task, r, row) for task, repeats in TASKS.items() for r in range(repeats) for row in range(ROWS)}
 
