@@ -131,7 +131,7 @@ def _decode(
     stops: frozenset[int],
     prompts: Prompts | None,
 ) -> list[list[int]]:
-    device = next(module.parameters()).device
+    device, dtype = (first := next(module.parameters())).device, first.dtype
     keys = None if keys is None else keys.to(device)
     step = _answering(module, rows, device) if _is_pair(module) else _continuing(module, rows, device, prompts)
     stop = torch.tensor(sorted(stops), dtype=torch.int64, device=device)
@@ -147,9 +147,10 @@ def _decode(
         if bool(ended.all()):
             break
     if count := int(lost.sum()):
+        wider = ", or load the model as float32 (--suite-options dtype float32)" if dtype.itemsize < 4 else ""
         raise ValueError(
-            f"the logits of {count} of {len(rows)} prompts are NaN: the weights overflow in {logits.dtype}, choose a "
-            "smaller coefficient, or load the model as float32 (--suite-options dtype float32)"
+            f"the logits of {count} of {len(rows)} prompts are NaN: the weights overflow in {dtype}, choose a smaller "
+            f"coefficient{wider}"
         )
     return [_until(stops, row) for row in torch.stack(new, 1).tolist()]
 

@@ -362,13 +362,21 @@ def test_an_eos_that_a_prompt_ends_in_is_its_own(closes):
     assert tokenizer.decode(own[0]).replace(" ", "") == "<s>ab"
 
 
-def test_logits_that_are_nan_are_an_error(module, make):
+@pytest.mark.parametrize(
+    ("dtype", "way"),
+    [
+        (torch.float64, "$"),
+        (torch.float32, "$"),
+        (torch.bfloat16, r", or load the model as float32 \(--suite-options dtype float32\)$"),
+    ],
+)
+def test_logits_that_are_nan_are_an_error(dtype, way, tokenizer):
+    module = make_model(dtype=dtype)
     params = weights(module)
     broken = {**params, "lm_head.weight": params["lm_head.weight"] * math.inf}
-    with pytest.raises(
-        ValueError, match=r"the logits of 2 of 2 prompts are NaN: the weights overflow in torch.float64"
-    ):
-        make(broken)(["a", "b"], Decoding(2), 0)
+    told = f"the logits of 2 of 2 prompts are NaN: the weights overflow in {dtype}, choose a smaller coefficient{way}"
+    with pytest.raises(ValueError, match=told):
+        generator(ModuleLoss(module, None), tokenizer, broken)(["a", "b"], Decoding(2), 0)
 
 
 def test_bad_input_is_told_before_any_work(module, make):
