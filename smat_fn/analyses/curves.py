@@ -52,7 +52,7 @@ def experts_curve(
     Raises: ValueError for fewer than two tasks, and tasks whose reference is missing or not positive.
     """
     problems = [] if len(tasks) > 1 else [f"tasks are {list(tasks)}: a merge takes at least two"]
-    errors.raise_problems(problems + _reference_problems(tasks, reference))
+    errors.raise_problems(problems + reference_problems(tasks, reference))
     subsets = [subset for count in range(2, len(tasks) + 1) for subset in cyclic_subsets(tasks, count)]
     jobs = [Job(partial(merge, subset), subset) for subset in subsets]
     return _scored([(len(subset), subset) for subset in subsets], scores(jobs), reference)
@@ -83,7 +83,7 @@ def replacement_curve(
     """
     tasks = tuple(ft)
     problems = [f"task {task!r} has only one of the two experts: give both" for task in set(ft) ^ set(other)]
-    errors.raise_problems(problems + _reference_problems(tasks, reference))
+    errors.raise_problems(problems + reference_problems(tasks, reference))
     sets = replacement_sets(tasks)
 
     def mixed(replaced: tuple[str, ...]) -> Params:
@@ -113,7 +113,7 @@ def _scored(
     ]
 
 
-def _reference_problems(tasks: Sequence[str], reference: Mapping[str, float]) -> list[str]:
+def reference_problems(tasks: Sequence[str], reference: Mapping[str, float]) -> list[str]:
     """Errors for tasks whose scores cannot be divided by their reference."""
     return [
         f"the FT expert's score of {task!r} is {reference.get(task)}: a score above 0 is needed to divide by"

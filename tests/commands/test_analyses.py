@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 import re
 import shutil
@@ -10,17 +11,20 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from matplotlib.figure import Figure
+from safetensors.torch import save_file
 
 from smat_fn import analyses, checkpoint, merge, tree
 from smat_fn.config import DIGITS, Training
-from smat_fn.scripts.analyse import weights
+from smat_fn.scripts.analyse import pictures, weights
 from smat_fn.scripts.merge import merging
 from smat_fn.scripts.merge import suite as scoring
 from smat_fn.scripts.merge.inputs import find_inputs, load_inputs
 from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.training import train_run
 from smat_fn.suites import load_suite
+from smat_fn.suites.digits import Digits
 from smat_fn.types import Micro
 
 from ..scripts.conftest import few_scored
@@ -284,6 +288,28 @@ def test_what_cannot_be_analysed_is_told_in_one_line(runs, call, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_what_is_missing_is_told_before_anything_is_scored(runs, call, monkeypatch, tmp_path):
+    scored = []
+    monkeypatch.setattr(Digits, "score", lambda self, params, task, split: scored.append((task, split)) or 0.0)
+    shutil.copytree(runs[0], tmp_path / "ft", ignore=shutil.ignore_patterns("dare"))
+    assert "FT has no Avg: score its experts and all five mergers" in call("gains", tmp_path / "ft")[0]
+    assert "WA has none: leave --coef out" in call("experts-curve", runs[0], "--merger", "wa", "--coef", 0.3)[0]
+    assert scored == []
+    shutil.rmtree(tmp_path / "ft" / "merged")  # its coefficient would be searched
+    assert "the FT expert's score of 'rot90' is 0.0" in call("experts-curve", tmp_path / "ft")[0]
+    assert scored == [(task, "test") for task in TASKS]
+
+
+def test_a_narrow_axis_has_all_its_points():
+    def points(*ends, count=21):
+        return weights._axes(weights.Landscape(ft=Path(), a=ends, b=ends, points=count))["a"]
+
+    assert points(0.0, 2.0) == [i / 10 for i in range(21)]
+    assert points(0.0, 2.0, count=7)[1] == 0.333333
+    assert points(0.0, 1e-6) == [*(round(5e-8 * i, 9) for i in range(21)), 1.0]
+    assert points(1.0, 1 + 1e-9)[1] == 1.00000000005
+
+
 def test_methods_that_have_no_colour_are_refused_before_anything_is_scored(exits, tmp_path):
     for count in range(6):
         manifest = {"kind": "expert", "label": f"m{count}", "task": "a", "seed": 0, "hyperparameters": {}}
@@ -307,6 +333,28 @@ assert not {{"torch", "numpy", "matplotlib", "transformers"}} & set(sys.modules)
     assert process.returncode == 0, process.stderr
     assert "usage: eval.py experts-curve" in process.stdout
     assert "None" not in process.stdout
+
+
+def test_interference_leaves_running_statistics_out_and_takes_heads_apart(call, tmp_path):
+    def save(name, scale, **more):
+        leaves = {
+            "layers.0.w": torch.tensor([1.0, scale]),
+            "layers.0.bn.running_mean": torch.tensor([10 * scale]),
+            "layers.0.bn.running_var": torch.tensor([1 + 10 * scale]),
+            "layers.0.bn.num_batches_tracked": torch.tensor(int(10 * scale)),
+        }
+        (tmp_path / name).mkdir()
+        save_file(leaves | more, tmp_path / name / "model.safetensors")
+        checkpoint.write_text(tmp_path / name / "config.json", "{}")
+        return tmp_path / name
+
+    base, one, two = (save(name, scale) for name, scale in (("base", 0.0), ("one", 3.0), ("two", 4.0)))
+    (*_, whole) = pictures.rows_of(base, [one, two])
+    assert (whole["size"], whole["rms"]) == (2, {"one": math.sqrt(4.5), "two": math.sqrt(8)})
+    other = save("other", 4.0, **{"head.weight": torch.zeros(2)})
+    words = "interference", "--base", base, "--experts", one, other
+    assert "if they are heads, pass --heads keep, which merges the rest" in call(*words)[0]
+    assert call(*words, "--heads", "keep")[0] is None
 
 
 @pytest.mark.usefixtures("_unrendered")

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
@@ -31,6 +31,8 @@ class Interference(Shared):
     """Base of --experts: a folder or a hub name."""
     experts: Annotated[tuple[Path, ...], NONE] = ()
     """Experts of one base: folders, hub names or LoRA adapters."""
+    heads: Literal["error", "keep"] = "error"
+    """If an expert's head differs from the base's: error, or leave the heads out and compare the rest."""
 
 
 def interference(options: Interference) -> "Result":
@@ -60,7 +62,7 @@ def interference(options: Interference) -> "Result":
         ]
     )
     for (base, experts), (label, seed) in zip(sources, names, strict=True):
-        rows += (own := rows_of(base, experts, method=label, seed=seed))
+        rows += (own := rows_of(base, experts, heads=options.heads, method=label, seed=seed))
         runs.append({"label": label, "seed": seed, "experts": list(own[0]["rms"]) if own else []})
     versions = checkpoint.describe({})["versions"]
     return {"analysis": "interference", "settings": {}, "runs": runs, "versions": versions, "rows": rows}
@@ -76,6 +78,8 @@ def rows_of(
     **more: Any,
 ) -> list[dict[str, Any]]:
     """The rows of `interference` for experts of one base, with ``more`` in each.
+
+    Running statistics of batch norms are left out: they are not weights, and can be larger by orders of magnitude.
 
     Args: experts: FOLDER or NAME=FOLDER each; vocabulary, heads, tokenizer_from: as of `merge_folders`.
     Raises: ValueError as `merge_folders` for inputs that do not fit base, and for experts of one name.
@@ -101,7 +105,7 @@ def _updates(start: "Folder", experts: Sequence["Folder"]) -> Iterator["Updates"
     import torch
 
     for path, leaf in start.leaves.items():
-        if not leaf.is_floating_point():
+        if not leaf.is_floating_point() or path.endswith(("running_mean", "running_var")):
             continue
         for first in range(0, leaf.numel(), PIECE):
             last = min(first + PIECE, leaf.numel())

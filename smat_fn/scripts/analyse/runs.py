@@ -88,14 +88,12 @@ def standard_runs(runs: Sequence[Run]) -> dict[int, Run]:
     return {seed: run for seed, (run,) in standard.items()}
 
 
-def chosen_merger(
-    run: Run, merger: str, *, coef: float | None, preset: str | None, seed: int, memory: int | None
-) -> PaperMerger:
+def chosen_merger(run: Run, merger: str, *, coef: float | None, preset: str | None) -> PaperMerger:
     """A merger with the settings stored with this run.
 
     Those of the merged checkpoint of this merger and all of the run's experts below the run's folder, if there is one,
     else those of the preset, by default that of the experts. A given coef goes first; where nothing gives one it is
-    searched on dev, in memory.
+    None, for `with_coef`.
 
     Raises: ValueError for a coef for WA, and for several merged checkpoints that differ in settings.
     """
@@ -120,9 +118,25 @@ def chosen_merger(
         raise ValueError(f"{run.path} holds {merger} models of several settings, {' and '.join(found)}: {way}")
     if stored:
         config = type(config)(**stored[0])
-    if coef is None and config.coef is None:
-        coef = _searched(run, config, seed=seed, memory=memory)
     return config if coef is None else replace(config, coef=coef)
+
+
+def with_coef(run: Run, config: PaperMerger, *, seed: int, memory: int | None) -> PaperMerger:
+    """The merger with the coefficient of the largest mean dev score where it takes one and has none.
+
+    The search is in memory, a grid of γ in one batched evaluation where the suite allows it.
+    """
+    if isinstance(config, WeightAverage) or config.coef is not None:
+        return config
+    suite, inputs = run.suite, run.inputs
+    if suite.score_tensor is None:
+        return replace(config, coef=merge_one(config, inputs, seed=seed, scorer=Scorer(suite)).coef)
+    vector = merge.vector_by(config, inputs.base, inputs.experts, key=mask_key(seed))
+    grid = config.grid
+    jobs = [Job(partial(merge.apply_vector, inputs.base, vector, coef=c), run.tasks) for c in grid]
+    found = scores_of(suite, "dev", memory=memory)(jobs)
+    means = {c: fmean(scores.values()) for c, scores in zip(grid, found, strict=True)}
+    return replace(config, coef=merge.choose(grid, means.__getitem__).best)
 
 
 def merged_params(config: PaperMerger, run: Run, tasks: Sequence[str], *, seed: int) -> Params:
@@ -130,7 +144,7 @@ def merged_params(config: PaperMerger, run: Run, tasks: Sequence[str], *, seed: 
     inputs = run.inputs._replace(experts={task: run.inputs.experts[task] for task in tasks})
     if isinstance(config, WeightAverage):
         return like_base(inputs.base, merge.weight_average(inputs.experts))
-    assert config.coef is not None, "chosen_merger gives one"
+    assert config.coef is not None, "with_coef gives one"
     vector = merge.vector_by(config, inputs.base, inputs.experts, key=mask_key(seed))
     return merge.apply_vector(inputs.base, vector, coef=config.coef)
 
@@ -154,19 +168,6 @@ def result_of(analysis: str, runs: Sequence[Run], rows: Sequence[Mapping[str, An
         "versions": versions,
         "rows": list(rows),
     }
-
-
-def _searched(run: Run, config: PaperMerger, *, seed: int, memory: int | None) -> float | None:
-    """The coefficient of the largest mean dev score: a γ grid in one batched evaluation where the suite allows it."""
-    suite, inputs = run.suite, run.inputs
-    if suite.score_tensor is None:
-        return merge_one(config, inputs, seed=seed, scorer=Scorer(suite)).coef
-    vector = merge.vector_by(config, inputs.base, inputs.experts, key=mask_key(seed))
-    grid = config.grid
-    jobs = [Job(partial(merge.apply_vector, inputs.base, vector, coef=c), run.tasks) for c in grid]
-    found = scores_of(suite, "dev", memory=memory)(jobs)
-    means = {c: fmean(scores.values()) for c, scores in zip(grid, found, strict=True)}
-    return merge.choose(grid, means.__getitem__).best
 
 
 def _load(path: Path, suites: dict[str, Suite], options: Mapping[str, Any]) -> Run:

@@ -42,17 +42,18 @@ def experts_curve(options: ExpertsCurve) -> "Result":
     """
     from ... import analyses
     from ...config import settings
-    from .runs import chosen_merger, load_runs, merged_params, result_of, standard_runs
+    from .runs import chosen_merger, load_runs, merged_params, result_of, standard_runs, with_coef
 
     merger, split, seed, coef = options.merger, options.split, options.seed, options.coef
     if len(coef) not in (0, 1, len(options.runs)):
         raise ValueError(f"{len(coef)} coefs for {len(options.runs)} runs: give none, one for all, or one each")
     runs = load_runs(options.runs, options=options.suite_options)
-    reference = _reference(standard_runs(runs), split)
+    standard = standard_runs(runs)
     coefs = [None] * len(runs) if not coef else list(coef) * (len(runs) if len(coef) == 1 else 1)
+    chosen = [chosen_merger(run, merger, coef=c, preset=options.preset) for run, c in zip(runs, coefs, strict=True)]
+    reference = _reference(standard, split)
     configs = [
-        chosen_merger(run, merger, coef=c, preset=options.preset, seed=seed, memory=options.memory_bytes)
-        for run, c in zip(runs, coefs, strict=True)
+        with_coef(run, config, seed=seed, memory=options.memory_bytes) for run, config in zip(runs, chosen, strict=True)
     ]
     rows = []
     sizes = [(run.tasks, count) for run in runs for count in range(2, len(run.tasks) + 1)]
@@ -140,7 +141,7 @@ def gains(options: Gains) -> "Result":
     split, folders = options.split, find_checkpoints(options.runs)
     with progress("checkpoint", len(folders)) as done:
         recipes: dict[Path, dict[str, Any]] = {}
-        shared: dict[str, Any] = {"options": options.suite_options, "recipes": recipes}
+        shared: dict[str, Any] = {"options": options.suite_options, "recipes": recipes, "check": analyses.gains}
         scores = evaluate(folders, split=split, on_model=lambda name: done(1), **shared)
     rows = [
         {
@@ -160,15 +161,19 @@ def gains(options: Gains) -> "Result":
 
 
 def _reference(standard: Mapping[int, "Run"], split: str) -> dict[int, dict[str, float]]:
+    """Scores of the FT experts by seed and task. Raises: ValueError for scores that nothing can be divided by."""
+    from ... import errors
+    from ...analyses.curves import reference_problems
     from ..merge.inputs import like_base
 
-    return {
-        seed: {
+    found: dict[int, dict[str, float]] = {}
+    for seed, run in standard.items():
+        found[seed] = {
             task: run.suite.score(like_base(run.inputs.base, params), task, split)
             for task, params in run.inputs.experts.items()
         }
-        for seed, run in standard.items()
-    }
+        errors.raise_problems(reference_problems(run.tasks, found[seed]))
+    return found
 
 
 def _lines(found: Sequence["Scored"], run: "Run", *, coef: float | None) -> list[dict[str, Any]]:

@@ -101,14 +101,17 @@ def _axes(options: Landscape) -> dict[str, list[float]]:
     problems += [
         f"{name} is {low:g} {high:g}, must rise between finite numbers"
         for name, (low, high) in ranges.items()
-        if not -math.inf < low < high < math.inf
+        if not 0 < high - low < math.inf
     ]
     errors.raise_problems(problems)
     expert = {"a": 1.0, "b": 0.0}
-    return {
-        name: sorted({round(low + (high - low) * i / (count - 1), 6) for i in range(count)} | {expert[name]})
-        for name, (low, high) in ranges.items()
-    }
+    # three digits beyond the first of a step, at least six: short numbers, and no two points are one
+    found = {}
+    for name, (low, high) in ranges.items():
+        digits = max(6, 3 + len(str(count)) - math.floor(math.log10(high - low)))
+        points = {round(low + (high - low) * i / (count - 1), digits) for i in range(count)}
+        found[name] = sorted(points | {expert[name]})
+    return found
 
 
 def _answers_only(options: Landscape) -> Mapping[str, Any]:

@@ -126,6 +126,7 @@ def evaluate(
     implied: Mapping[str, Any] = MappingProxyType({}),
     keep: Path | None = None,
     recipes: dict[Path, dict[str, Any]] | None = None,
+    check: Callable[[MainTable], object] = lambda table: None,
     report: Callable[[str], None] = lambda line: None,
 ) -> list[Result]:
     """Score checkpoints: experts on their own task, merged models on every task of the experts merged into them.
@@ -142,6 +143,7 @@ def evaluate(
         keep: folder for ``scores.jsonl`` and, of language tasks, ``answers.jsonl``, written during scoring. Scores
             found there for the same weights, recipe and data are reused: an interrupted run resumes, with equal rows.
         recipes: gets the recipe of the suite that each checkpoint is scored on, with ``options``.
+        check: called with the table to come, of zeros, before anything is scored: raises where its cells do not do.
         report: called with each line of notes on the suites, before anything is scored.
 
     Raises:
@@ -152,7 +154,7 @@ def evaluate(
     """
     manifests = manifests_of(folders)
     own, suites = _suites(manifests, options or {}, implied, split)
-    main_table(planned(manifests.values(), split=split), split=split)
+    check(main_table(planned(manifests.values(), split=split), split=split))
     if recipes is not None:
         recipes.update({folder: dict(suites[recipe][0].recipe) for folder, recipe in own.items()})
     notes = [note for suite, _ in suites.values() for note in suite.notes]
