@@ -165,7 +165,7 @@ MUTANTS = [
         "integrations/trainer.py",
         ("if self._summed < 0 or tree.written(some, versions):", "if tree.written(some, versions):"),
         ("or tree.written(some, versions):", "or False:"),
-        ("if grads and self._summed == self._step:", "if grads:"),
+        ("and self._weights is not None and self._summed == self._step:", "and self._weights is not None:"),
         ("_ORIGINS[p] = self._origin[path]", "pass"),
         ("self._early.callback(part.register_forward_pre_hook(before).remove)", "pass"),
     ),

@@ -322,9 +322,9 @@ class Attached:
             hook.remove()
 
     def _finish_step(self) -> None:
-        if self._now is not None and self._weights is not None:
-            grads = {path: p.grad for path, p in self._leaves.items() if p.grad is not None}
-            if grads and self._summed == self._step:  # else the batches were left out
+        # of another step: all batches of this one were left out
+        if self._now is not None and self._weights is not None and self._summed == self._step:
+            if grads := {path: p.grad for path, p in self._leaves.items() if p.grad is not None}:
                 self._weights.reweight(grads, self._now)
             self._scales.append(self._now.scale)
         self._steps += 1

@@ -1144,11 +1144,17 @@ class Skipping(transformers.Trainer):
 @pytest.mark.parametrize("period", [1, 2])
 def test_a_batch_that_training_step_leaves_out_is_a_step_without_gradient(early, period, tmp_path):
     model, weights = tiny_llama(), Weights()
-    trainer = own_trainer(model, tmp_path, kind=Skipping, callbacks=[weights])
+    trainer = own_trainer(
+        model, tmp_path, kind=Skipping, callbacks=[weights], logging_strategy="steps", logging_steps=1
+    )
     trainer.skipped, trainer.early = (1, 2), early
     attach(trainer, key=KEY, **STRENGTHS | {"period": period})
     trainer.train()
     assert len(weights.seen) == STEPS
+    told = [line["smat/simulated"] for line in trainer.state.log_history if "smat/simulated" in line]
+    # where only compute_loss fails the state was simulated
+    gone = trainer.skipped if early else ()
+    assert told == [float(step % period == period - 1 and step not in gone) for step in range(STEPS)]
     for step in trainer.skipped:
         assert all(torch.equal(weights.seen[step][name], leaf) for name, leaf in weights.seen[step - 1].items())
     assert not same(model, weights.seen[2])
@@ -1166,6 +1172,18 @@ class SkippingSome(transformers.Trainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
 
+class Zeroing(SkippingSome):
+    """Gives those micro-batches the gradient 0."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        self.count += 1
+        return transformers.Trainer.training_step(self, model, inputs, num_items_in_batch)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        return 0 * loss if self.count in self.skipped else loss
+
+
 @pytest.mark.parametrize("skipped", [(2,), (3,), (3, 4)])
 @pytest.mark.parametrize("period", [1, 2])
 def test_one_micro_batch_of_a_step_may_be_left_out(skipped, period, tmp_path):
@@ -1175,6 +1193,12 @@ def test_one_micro_batch_of_a_step_may_be_left_out(skipped, period, tmp_path):
     attach(trainer, key=KEY, **STRENGTHS | {"period": period})
     trainer.train()
     assert trainer.state.global_step == 3
+    expected = tiny_llama()
+    other = own_trainer(expected, tmp_path / "other", kind=Zeroing, gradient_accumulation_steps=2, max_steps=3)
+    other.skipped = skipped
+    attach(other, key=KEY, **STRENGTHS | {"period": period})
+    other.train()
+    assert same(model, copies(expected))
     assert not same(model, copies(tiny_llama()))
 
 
