@@ -48,15 +48,17 @@ def save_expert(
         path: the folder; parents are created.
         params: any tree of tensors on any device, stored by parameter name, without the parts of wrappers
             (`smat_fn.tree.unwrapped`).
-        manifest: JSON values, usually from `describe`; `load_expert` returns them unchanged. A function that returns
-            them is called when the weights are written.
+        manifest: JSON values, usually from `describe`. A function that returns them is called when the weights are
+            written.
         overwrite: replace an existing folder (default: refuse).
-        files: more text files of the folder, by file name.
+        files: more text files of the folder, by file name, without folders; not the names of weights, index, manifest
+            and statistics.
         statistics: leaves and facts by kind, as `save_statistics` takes them.
         hashed: add ``files`` to the manifest, the SHA-256 of the file of weights by its name.
 
     Raises:
-        ValueError: the folder exists and ``overwrite`` is off, or the manifest is not JSON.
+        ValueError: the folder exists and ``overwrite`` is off, the manifest is not JSON, or ``files`` names a file
+            outside of the folder or one that is written anyway.
 
     Example:
         >>> params = {"w": torch.zeros(2, 3)}
@@ -65,6 +67,7 @@ def save_expert(
         'qa'
     """
     text = "" if callable(manifest) else _as_json(manifest)  # an error before work
+    errors.raise_problems([text for file in files or {} for text in _name_problems(file)], "save_expert")
     with atomic_folder(path, overwrite=overwrite) as folder:
         leaves = {name: plain(leaf) for name, leaf in tree.flatten_unwrapped(params).items()}
         # safetensors refuses two leaves over one storage
@@ -89,6 +92,16 @@ def plain(leaf: Tensor) -> Tensor:
     return leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
+def _name_problems(file: str) -> list[str]:
+    """Errors for a name that is not that of one more file in a checkpoint folder."""
+    if not isinstance(file, str) or file in ("", ".", "..") or not {"/", "\\", "\0"}.isdisjoint(file):
+        return [f"files names {file!r}, which is not a file name: give a name without folders"]
+    own = {name.lower(): name for name in (WEIGHTS, INDEX, MANIFEST, *STATISTICS.values())}
+    if (name := own.get(file.lower())) is not None:  # some file systems ignore case
+        return [f"files names {file!r}, but {name} holds the expert's own data: choose another name"]
+    return []
+
+
 def _as_json(manifest: Mapping[str, Any]) -> str:
     try:
         return json.dumps(dict(manifest), indent=2, allow_nan=False) + "\n"
@@ -104,7 +117,8 @@ def load_expert(path: str | Path, like: Params) -> tuple[Params, dict[str, Any]]
         like: tree whose structure, parameter names, shapes and dtypes the checkpoint must have; values are not read.
 
     Returns:
-        (params, manifest): params in the structure of ``like``, on the CPU.
+        (params, manifest): params in the structure of ``like``, on the CPU; the manifest in JSON's types, in which a
+            tuple is a list, and a mapping's key a string.
 
     Raises:
         ValueError: lists every parameter that is missing, unknown, or of another shape or dtype; or the folder is not

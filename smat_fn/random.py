@@ -116,14 +116,19 @@ def bits(key: Tensor, size: int, *, start: int = 0) -> Tensor:
     Args:
         key: int64 (2,).
         size: number of coordinates.
-        start: first coordinate, any non-negative integer.
+        start: first coordinate; start + size is at most 2**66 - 8.
 
     Returns:
         int64 (size,) in [0, 65536).
+
+    Raises:
+        ValueError: size or start is negative, or they are too large.
     """
     check_key(key)
     if size < 0 or start < 0:
         raise ValueError(f"bits: size is {size} and start {start}, must not be negative")
+    if start + size > 8 * (2**63 - 1):
+        raise ValueError(f"bits: size is {size} and start {start}: their sum must be at most 2**66 - 8")
     return streams(key[None], (size,), starts=(start,))[0]
 
 
@@ -132,10 +137,15 @@ def streams(keys: Tensor, sizes: Sequence[int], *, starts: Sequence[int] | None 
 
     Args: keys: int64 (n, 2); sizes, starts: n integers each.
     Returns: n int64 tensors of shapes (sizes[i],).
+    Raises: ValueError for unequal numbers of keys, sizes and starts.
     """
     _check_key(keys)
     starts = [0] * len(sizes) if starts is None else starts
-    assert len(keys) == len(sizes) == len(starts)
+    if keys.ndim != 2 or not len(keys) == len(sizes) == len(starts):
+        raise ValueError(
+            f"streams: keys of shape {tuple(keys.shape)}, {len(sizes)} sizes and {len(starts)} starts: give a key, a "
+            "size and a start for each stream"
+        )
     firsts = [start // 8 for start in starts]
     counts = [(start + size + 7) // 8 - first for start, size, first in zip(starts, sizes, firsts, strict=True)]
     if not sum(counts):

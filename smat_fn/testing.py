@@ -40,14 +40,17 @@ def assert_trees_equal(actual: Params, expected: Params) -> None:
 def assert_trees_close(actual: Params, expected: Params, *, rtol: float = 0.0, atol: float = 0.0) -> None:
     """Equal names and shapes, and ``|actual - expected| <= atol + rtol |expected|`` in float64 (complex128).
 
+    An infinity is close to an equal one alone; NaN is close to nothing.
+
     Raises:
         AssertionError: lists every parameter that is too far away.
     """
     problems = []
     for path, a, b in _pairs(actual, expected):
         wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
-        gap = (a.to(wide) - b.to(wide)).abs()
-        bad = ~(gap <= atol + rtol * b.to(wide).abs())
+        a, b = a.to(wide), b.to(wide)
+        gap = (a - b).abs().masked_fill(a == b, 0.0)
+        bad = (gap != 0) & ~((gap <= atol + rtol * b.abs()) & (gap < torch.inf))  # 0 * inf is NaN
         if bad.any():
             problems.append(f"leaf {path!r}: {int(bad.sum())} of {a.numel()} values off, by up to {gap.max().item():g}")
     assert not problems, "; ".join(problems)

@@ -259,6 +259,22 @@ def test_a_manifest_that_is_no_json_is_refused_before_anything_is_written(tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
+OUTSIDE = "../victim", "/victim", "a/b", "a\\b", "..", ""
+TAKEN = "model.safetensors", "model.safetensors.index.json", "Manifest.json", "fisher.safetensors"
+
+
+@pytest.mark.parametrize("name", [*OUTSIDE, *TAKEN])
+def test_more_files_have_names_of_their_own_inside_the_folder(tmp_path, name):
+    with pytest.raises(ValueError, match=r"^save_expert: files names .*(without folders|choose another name)$"):
+        checkpoint.save_expert(tmp_path / "deep" / "e", {"a": values(2)}, {}, files={name: "x"})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_manifest_comes_back_in_the_types_of_json(tmp_path):
+    checkpoint.save_expert(tmp_path / "e", {"a": values(2)}, {"pair": (1, 2), "by": {3: "x"}})
+    assert checkpoint.load_expert(tmp_path / "e", {"a": values(2)})[1] == {"pair": [1, 2], "by": {"3": "x"}}
+
+
 def test_a_leaf_that_is_no_tensor_is_refused_and_nothing_is_left(tmp_path):
     with pytest.raises(ValueError, match="parameter 'a' is a float"):
         checkpoint.save_expert(tmp_path / "e", {"a": 1.0}, {})

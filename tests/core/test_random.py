@@ -283,6 +283,11 @@ def test_bad_ranges_are_refused():
         random.uniform(random.key(0), minval=2.0, maxval=1.0)
     with pytest.raises(ValueError, match="size is 3 and start -1, must not be negative"):
         random.bits(random.key(0), 3, start=-1)
+    assert random.bits(random.key(0), 1, start=2**66 - 9).shape == (1,)
+    with pytest.raises(ValueError, match=r"bits: size is 1 and start \d+: their sum must be at most 2\*\*66 - 8"):
+        random.bits(random.key(0), 1, start=2**66 - 8)
+    with pytest.raises(ValueError, match=r"keys of shape \(2, 2\), 1 sizes and 1 starts: give a key, a size and"):
+        random.streams(random.split(random.key(0)), (3,))
 
 
 def test_vmap_over_keys():

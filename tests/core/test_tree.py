@@ -436,6 +436,18 @@ def test_trees_of_complex128_are_compared():
         testing.assert_trees_equal(one, two)
 
 
+@pytest.mark.parametrize("value", [math.inf, -math.inf, complex(math.inf, 1)])
+def test_an_infinity_is_close_to_an_equal_one_alone(value):
+    far = {"a": torch.tensor([1.0, value])}
+    for rtol in (0.0, 1e-3):
+        testing.assert_trees_close(far, far, rtol=rtol)
+        for one, two in ((far, {"a": torch.tensor([1.0, 5.0])}), ({"a": torch.tensor([1.0, 5.0])}, far)):
+            with pytest.raises(AssertionError, match="1 of 2 values off, by up to inf"):
+                testing.assert_trees_close(one, two, rtol=rtol)
+        with pytest.raises(AssertionError, match="1 of 1 values off, by up to nan"):
+            testing.assert_trees_close({"a": torch.tensor([math.nan])}, {"a": torch.tensor([math.nan])}, rtol=rtol)
+
+
 def test_trees_leave_no_leaf_alive():
     import gc
     import weakref
