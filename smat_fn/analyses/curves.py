@@ -59,7 +59,9 @@ def experts_curve(
 
 
 def replacement_sets(tasks: Sequence[str]) -> list[tuple[str, ...]]:
-    """The tasks to replace, for q = 0..N of them: the N cyclic windows of each q, in which every task occurs q times.
+    """The tasks to replace, for q = 0..N of them: the cyclic windows of each q, in which all tasks occur equally often.
+
+    For q = 1..N - 1 these are N windows; for q = 0 one, without a task; for q = N one, of all tasks.
 
     They depend on the tasks alone, so that all methods are compared on the same sets.
     """

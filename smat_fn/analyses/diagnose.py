@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from .. import errors, merge, tree
 from ..merge.parts.inputs import type_problems
 from ..simulation.noise import quantiles
+from ..simulation.state import draw_problems
 from ..types import Noise, Params, Where
 
 KINDS = ("embeddings", "attention", "mlp", "norms", "biases", "head", "other")
@@ -96,7 +97,10 @@ def unmoved(leaves: Mapping[str, Tensor], sigma: float, noise: Noise = "uniform"
     """How many coordinates noise of RMS sigma cannot change: its peak is below half the way to the next number.
 
     The number below a power of two is half as far as the one above.
+
+    Raises: ValueError for a sigma that is negative or not a finite number, and an unknown noise.
     """
+    errors.raise_problems(draw_problems(1.0, 0.0, sigma, noise), "unmoved")
     peak = sigma * (math.sqrt(3) if noise == "uniform" else float(quantiles(noise)[-1]))
     count = 0
     for leaf in leaves.values():

@@ -93,7 +93,15 @@ def _axis(name: str, values: Sequence[float], problems: list[str]) -> list[float
 
 
 def mean_loss(loss_fn: LossFn, batches: Sequence[Micro]) -> Callable[[Params], Tensor]:
-    """``loss(params)``: mean of the losses of batches by their weights."""
+    """``loss(params)``: mean of the losses of batches by their weights.
+
+    Args: batches: at least one `Micro`, of positive and finite weight.
+    Raises: ValueError for no batches, and others.
+    """
+    if not batches or not all(isinstance(part, Micro) for part in batches):
+        raise ValueError("mean_loss: batches must be a list of at least one Micro(batch, weight)")
+    if bad := [part.weight for part in batches if not 0 < part.weight < math.inf]:
+        raise ValueError(f"mean_loss: weights of batches are {bad}: must be positive, leave out what weighs nothing")
 
     def loss(params: Params) -> Tensor:
         values = [float(weight) * loss_fn(params, batch)[0] for batch, weight in batches]

@@ -40,7 +40,7 @@ def cart(experts: Experts, *, coef: float, share: float = 0.08, skip: Sequence[s
     """
     wrong = type_problems(share=share) or ([] if 0 < share <= 1 else [f"share is {share}, must be in (0, 1]"])
     problems = [*coef_problems(coef), *wrong, *skip_problems(skip)]
-    flat = all_at_once(problems, lambda: check_alone(experts))
+    flat = all_at_once(problems, lambda: check_alone(experts, batches=True))
     raise_problems(Cart(skip=tuple(skip)).size_problems(next(iter(flat.values())), len(flat)))
 
     def fuse(path: str, values: Iterator[Tensor]) -> Tensor:

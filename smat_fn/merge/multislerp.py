@@ -7,9 +7,9 @@ from ..types import Params
 from .parts import looped
 from .parts.arithmetic import weighted
 from .parts.chunks import Fuse
-from .parts.inputs import Experts
+from .parts.inputs import Experts, type_problems
 from .parts.merger import Mapped, Merger, Rule, merged, vector_function
-from .weighted_average import given_weights
+from .weighted_average import given_weights, no_sum
 
 Weights = Mapping[str, float] | Sequence[float]
 _EPS = 1e-8
@@ -64,11 +64,14 @@ def _size(parts: Sequence[float], products: list[list[float]]) -> float:
 def _weights(experts: Experts, weights: Weights) -> tuple[list[str], list[float]]:
     """Problems, and weights that sum to 1."""
     equal = hasattr(weights, "__len__") and not len(weights) and isinstance(experts, (Mapping, list, tuple))
-    problems, given = given_weights(experts, [1.0] * len(experts) if equal else weights, True)
+    problems, given = given_weights(experts, [1.0] * len(experts) if equal else weights, False)
     numbers = [weight for weight in given.values() if not isinstance(weight, Mapping)]
     if len(numbers) < len(given):
         problems.append("weights differ by parameter: multislerp takes one number for each expert")
     total = sum(numbers)
+    if not problems and numbers:
+        problems += type_problems(**{"the sum of weights": total})
+        problems += ["the sum of weights is 0: give other weights"] if no_sum(numbers) else []
     return problems, [weight / total for weight in numbers] if not problems else []
 
 

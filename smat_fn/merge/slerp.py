@@ -14,7 +14,7 @@ from .nuslerp import between, shares_of
 from .parts import looped
 from .parts.arithmetic import cosine, gram, largest
 from .parts.chunks import Fuse, merge_weights
-from .parts.inputs import Experts, check_alone, coef_problems, count_problems
+from .parts.inputs import Experts, check_alone, coef_problems, count_problems, flag_problems
 from .parts.merger import Mapped, Merger, Rule
 
 _SMALL = 1e-8  # a norm that counts as 1
@@ -47,7 +47,8 @@ def slerp(experts: Experts, *, coef: float, arc: Arc = "slerp", zeros: bool = Fa
     """
     problems = [*coef_problems(coef), *count_problems(experts, "slerp", least=2, most=2)]
     problems += [] if arc in get_args(Arc) else [f"arc is {arc!r}, must be one of {', '.join(get_args(Arc))}"]
-    flat = all_at_once(problems, lambda: check_alone(experts))
+    problems += flag_problems(zeros=zeros)
+    flat = all_at_once(problems, lambda: check_alone(experts, batches=arc in ("first", "last")))
 
     def fuse(_: str, values: Iterator[Tensor]) -> Tensor:
         one, two = values

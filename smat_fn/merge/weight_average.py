@@ -25,7 +25,9 @@ def weight_average(experts: Experts) -> Params:
 
     Source: Wortsman et al., "Model soups", 2022.
     """
-    return merge_weights(experts, check_alone(experts), lambda _, values: divided(add(values), len(experts)))
+    return merge_weights(
+        experts, check_alone(experts, batches=True), lambda _, values: divided(add(values), len(experts))
+    )
 
 
 @dataclass(frozen=True)

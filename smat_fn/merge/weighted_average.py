@@ -13,7 +13,7 @@ from .parts import looped
 from .parts.arithmetic import divided, weighted
 from .parts.chunks import merge_weights
 from .parts.coefs import Rules, coef_of
-from .parts.inputs import Experts, check_alone, type_problems
+from .parts.inputs import Experts, check_alone, flag_problems, type_problems
 from .parts.merger import Mapped, Merger, Rule
 from .parts.per_expert import names_of
 
@@ -37,7 +37,8 @@ def weighted_average(
     Source: Wortsman et al., "Model soups", 2022; `weight_average` is the case of equal weights.
     """
     problems, given = given_weights(experts, weights, normalize)
-    flat = all_at_once(problems, lambda: check_alone(experts))
+    problems += flag_problems(normalize=normalize)
+    flat = all_at_once(problems, lambda: check_alone(experts, batches=True))
 
     shares = list(given.values())
     return merge_weights(experts, flat, lambda path, values: mean_of(values, _of(path, shares), normalize=normalize))

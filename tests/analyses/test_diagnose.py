@@ -76,6 +76,15 @@ def test_noise_below_half_the_way_to_the_nearest_number_moves_nothing(noise, pea
     assert unmoved({"gain": values}, 2e-3) == 3  # 1.5, 2 and 3
 
 
+@pytest.mark.parametrize("sigma", [-1.0, float("nan"), float("inf"), "0.1", None])
+def test_noise_of_no_size_is_refused(sigma):
+    for call in (lambda **o: unmoved({}, **o), lambda **o: unmoved_shares(BASE, KINDS, **o)):
+        with pytest.raises(ValueError, match=f"^unmoved: sigma is {sigma!r}"):
+            call(sigma=sigma)
+        with pytest.raises(ValueError, match=r"^unmoved: noise is 'pink', choose one of uniform"):
+            call(sigma=0.1, noise="pink")
+
+
 def test_shares_of_weights_that_noise_does_not_move():
     leaves = {"gain": torch.tensor([1.0, 1.5, 0.99, 0.0, 2.0], dtype=torch.bfloat16), "w": torch.tensor([1.0, 100.0])}
     kinds = {"gain": "norms", "w": "mlp"}

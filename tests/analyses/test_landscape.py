@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from smat_fn import merge, random
-from smat_fn.analyses import landscape, partner_update, slice_point
+from smat_fn.analyses import landscape, mean_loss, partner_update, slice_point
+from smat_fn.types import Micro
 
 A, B = (0.0, 0.5, 1.0, 1.5), (-1.0, 0.0, 2.0)
 
@@ -61,6 +62,20 @@ def test_what_is_no_slice_is_refused_at_once(family):
     told("partners: parameter .* is a float", partners=dict.fromkeys(partners, 1.0))
     told("partners lacks parameter", partners={})
     told(r"parameter .* has shape \(1, 1, 1\) in partners", partners={path: torch.ones(1, 1, 1) for path in partners})
+
+
+@pytest.mark.parametrize("batches", [[], [torch.ones(1)], [Micro(1.0), 1.0]], ids=["none", "tensor", "one is not"])
+def test_a_mean_of_no_batches_or_of_others_is_refused(batches):
+    with pytest.raises(ValueError, match="batches must be a list of at least one Micro"):
+        mean_loss(loss, batches)
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_mean_by_weights_that_are_not_positive_is_refused(weight):
+    with pytest.raises(ValueError, match=rf"weights of batches are \[{weight}\]: must be positive"):
+        mean_loss(loss, [Micro(1.0), Micro(2.0, weight)])
+    mean = mean_loss(lambda params, batch: (params * batch, None), [Micro(1.0), Micro(2.0, 3.0)])
+    assert mean(torch.tensor(1.0)) == 1.75
 
 
 def test_every_point_is_the_equation(family):

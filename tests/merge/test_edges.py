@@ -84,6 +84,30 @@ def test_a_merger_inside_vmap_is_an_error_with_a_way_out(name):
         torch.func.vmap(lambda x: CALLS[name](base, [{"w": x}], 0.5)["w"])(experts)
 
 
+ALONE = {
+    "karcher": merge.karcher,
+    "slerp": partial(merge.slerp, coef=0.5),
+    "arcee_fusion": merge.arcee_fusion,
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_merger_without_a_base_inside_vmap_is_an_error_with_a_way_out(name):
+    with pytest.raises(
+        ValueError, match=r"'w' of expert '0' is batched by torch\.func\.vmap, and .* call it in a loop"
+    ):
+        torch.func.vmap(lambda x: ALONE[name]([{"w": x}, {"w": x + 1}])["w"])(torch.ones(2, 3, 3))
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "wa"])
+def test_a_batched_coefficient_is_an_error_with_a_way_out(name):
+    base, expert = tree(1.0, 2.0), tree(3.0, 1.0)
+    with pytest.raises(
+        ValueError, match=r"'coef' of the call is batched by torch\.func\.vmap, and .* call it in a loop"
+    ):
+        torch.func.vmap(lambda x: CALLS[name](base, [expert], x)["w"])(torch.ones(2))
+
+
 OPTIONS = {
     "keep": lambda base, experts, x: merge.ties(base, experts, coef=1.0, keep=x),
     "drop_prob": lambda base, experts, x: merge.dare(KEY, base, experts, coef=1.0, drop_prob=x),

@@ -194,6 +194,9 @@ def test_a_float64_adapter_is_merged_in_float64_and_bfloat16_in_float32():
 
 def test_truncation_shares_nothing_with_the_dense_matrix():
     a, b = torch.randn(4, 9, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
+    for rank in (0, -1, 1.5):
+        with pytest.raises(ValueError, match=f"^rank is {rank}, must be an integer of at least 1$"):
+            truncated(Factors(a, b, 0.5), rank)
     short = truncated(Factors(a, b, 0.5), 2)
     u, values, v = torch.linalg.svd(0.5 * b @ a)
     torch.testing.assert_close(product(short), (u[:, :2] * values[:2]) @ v[:2])

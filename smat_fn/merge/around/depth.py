@@ -40,7 +40,7 @@ def lines_coefs(paths: Iterable[str], *, low: float, high: float, layer_of: Dept
     by_hand = "give each block a coefficient by its name, as `coef={'{}.*': 0.2}`"
     problems = [] if layer_of else unet_problems(blocks_of(paths).values(), by_hand)
     problems = problems or errors.problems_of(by_depth, paths, 0.0, 0.0, layer_of=layer_of)
-    errors.raise_problems([*coef_problems(low), *coef_problems(high), *problems])
+    errors.raise_problems([*coef_problems(low, "low"), *coef_problems(high, "high"), *problems])
     return by_depth(paths, low, high, layer_of=layer_of)
 
 

@@ -128,8 +128,11 @@ def fuse(tensors: Sequence[Tensor], weights: Sequence[float], majority: Majority
 def truncated(factors: Factors, rank: int) -> Factors:
     """The nearest BA of at most ``rank`` to ΔW, without forming ΔW: A = Vᵀ, B = U Σ in the dtype of A, scale 1.
 
+    Raises: ValueError for a rank below 1; or ΔW is not finite.
+
     Source: Eckart & Young, 1936.
     """
+    errors.raise_problems(errors.count_problem("rank", rank))
     left, inner = torch.linalg.qr(factors.b.double() * factors.scale)
     right, outer = torch.linalg.qr(factors.a.double().mT)
     u, values, v = _decomposed(inner @ outer.mT)

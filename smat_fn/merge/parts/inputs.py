@@ -20,13 +20,13 @@ Leaves: TypeAlias = dict[str, Tensor]
 _LARGEST = torch.finfo(torch.float32).max
 
 
-def coef_problems(coef: float) -> list[str]:
-    """Validation errors for ``coef``."""
+def coef_problems(coef: float, name: str = "coef") -> list[str]:
+    """Validation errors for ``coef``, an argument of that name."""
     if isinstance(coef, Tensor) and coef.ndim:
-        return [f"coef is {coef!r}, must be a number"]
-    if found := type_problems(coef=coef):
+        return [f"{name} is {coef!r}, must be a number"]
+    if found := type_problems(**{name: coef}):
         return found
-    return [] if math.isfinite(coef) else [f"coef is {coef}, must be finite"]
+    return [] if math.isfinite(coef) else [f"{name} is {coef}, must be finite"]
 
 
 def type_problems(**values: object) -> list[str]:
@@ -34,12 +34,17 @@ def type_problems(**values: object) -> list[str]:
     problems = []
     for name, value in values.items():
         if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-            problems += derivative_problems("the call", {name: value})
+            problems += derivative_problems("the call", {name: value}) + batch_problems({"the call": {name: value}})
         elif not isinstance(value, Real):
             problems.append(f"{name} is {value!r}, must be a number")
         elif _LARGEST < abs(float(value)) < math.inf:  # the error of torch would not name the option
             problems.append(f"{name} is {value}, must be at most {_LARGEST:.3g} in size, as a float32 is")
     return problems
+
+
+def flag_problems(**flags: object) -> list[str]:
+    """Errors for switches that are not bools: a text such as "False" would count as True."""
+    return [f"{name} is {value!r}, must be True or False" for name, value in flags.items() if type(value) is not bool]
 
 
 def derivative_problems(label: str, leaves: Mapping[str, Tensor]) -> list[str]:
@@ -227,10 +232,14 @@ def statistics_problems(kind: str, base: Leaves, label: str, found: Mapping[str,
     ]
 
 
-def check_alone(experts: Experts) -> dict[str, Leaves]:
-    """`check` without a base: structure, dtypes and non-floating values must agree with those of the first expert."""
+def check_alone(experts: Experts, *, batches: bool = False) -> dict[str, Leaves]:
+    """`check` without a base: structure, dtypes and non-floating values must agree with those of the first expert.
+
+    Args: batches: allow leaves that ``torch.func.vmap`` batches, of which no value is read.
+    """
     found: list[str] = []
     flat = _flat_experts(experts, found)
+    found += [] if batches else batch_problems({f"expert {name!r}": own for name, own in flat.items()})
     if flat:
         (start_name, start), *rest = ((f"expert {name!r}", own) for name, own in flat.items())
         found += fit_problems(start, start_name, dict(rest))

@@ -15,7 +15,7 @@ from ...types import Params, Scope
 from . import arithmetic
 from .arithmetic import gram, gram_memory
 from .chunks import CHUNK, Fuse, compute_dtype, delta_of, fields_of, groups, mask_keys, pieces
-from .inputs import Experts, Leaves, check, coef_problems, key_problems, tied_problems, type_problems
+from .inputs import Experts, Leaves, check, coef_problems, flag_problems, key_problems, tied_problems, type_problems
 from .looped import Loop, Window
 from .ranks import order_of, position_of, value_of
 from .vectors import applied
@@ -279,6 +279,7 @@ def option_problems(config: Merger) -> list[str]:
     wanted &= {f.name for f in fields(config) if f.default is None} - numbers  # a preset's value stands for None
     return [
         *type_problems(**{name: value for name, value in given.items() if name in numbers}),
+        *flag_problems(**{f.name: given[f.name] for f in fields(config) if f.type is bool}),
         *(f"{name} is None: give a value" for name in given if name in wanted and given[name] is None),
     ]
 
