@@ -57,7 +57,11 @@ class Optimizer(NamedTuple):
 
 
 class Method(NamedTuple):
-    """A training method: one optimizer step a call."""
+    """A training method: one optimizer step a call.
+
+    The parameters of the state that ``init`` returns share memory with those given to it, unless the method was built
+    with ``donate=True``.
+    """
 
     init: Callable[[Params], Any]
     update: Callable[[Tensor, Any, Batch], tuple[Any, Any]]

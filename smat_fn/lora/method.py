@@ -93,6 +93,11 @@ def build(
     """
     silent = lora.dropout and dropout_of(loss_fn) is None
     problems = [f"lora.dropout is {lora.dropout}, but the loss drops nothing: {_DROPOUT}"] if silent else []
+    problems += [
+        f"{name} is {options.pop(name)!r}, but adapters are simulated at one weight at a time: leave it out"
+        for name in ("offload", "sigma_of")
+        if name in options
+    ]
     like = tree.tree_map(lambda leaf: leaf.to("meta"), init(random.key(0), base, lora))
     check_base = tree.unchanged(base)
 

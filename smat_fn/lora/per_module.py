@@ -16,7 +16,7 @@ from ..grad.modules import WrappedLoss
 from ..grad.tangent import Linearised
 from ..mat.offload.rebuild import Absent, Versioned
 from ..simulation import Draw, simulate
-from ..simulation.state import Part, parts_of
+from ..simulation.state import Part, of_leaves, parts_of
 from ..types import Where
 from .adapters import WEIGHT, A, B, Lora, check_fit, delta_of, expand, layer_of
 from .dropout import chain, dropout_of
@@ -82,7 +82,8 @@ class PerModule(WrappedLoss):
     def _whole(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         saved = {path: params[path].to(self._base[path].dtype) for path in self._lora.saved}
         if saved and self._drawn is not None:
-            saved = simulate(saved, {path: self._base[path] for path in saved}, self._drawn, where=self._where)
+            drawn, origins = of_leaves(self._drawn, saved), {path: self._base[path] for path in saved}
+            saved = simulate(saved, origins, drawn, where=self._where)
         return {**self._base, **saved}
 
 

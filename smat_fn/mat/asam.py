@@ -57,7 +57,10 @@ def build(
     Source: Kwon et al., 2021; Foret et al., 2021; Lee et al., 2025 (SAFT); paper section 5.1.
     """
     raise_problems(
-        step.check(optimizer, max_grad_norm, engine, donate=donate) + step.check_not_negative(rho=rho), "asam"
+        step.check(optimizer, max_grad_norm, engine, donate=donate)
+        + step.check_not_negative(rho=rho)
+        + step.check_flags(adaptive=adaptive),
+        "asam",
     )
     at = value_and_grad(keyed(loss_fn), engine=engine)
 
@@ -76,10 +79,14 @@ def build(
 def climb(params: Params, grads: Params, *, rho: float, adaptive: bool = True, donate: bool = False) -> Params:
     """``theta + e``, in float32 (float64 for float64 leaves), rounded once to the dtype of params.
 
-    Args: donate: may write into grads.
-    Raises: ValueError for trees that do not match.
+    Args: rho: radius, finite and >= 0; donate: may write into grads.
+    Raises: ValueError for a bad rho, trees that do not match, and leaves that are not floating-point tensors.
     """
+    if not isinstance(rho, Tensor):  # a tensor may be on a device that the host would wait for
+        raise_problems(step.check_not_negative(rho=rho), "climb")
     leaves, slopes = tree.flatten(params), tree.flatten(grads)
+    tree.check_floating(leaves, "params")
+    tree.check_floating(slopes, "grads")
     tree.check_same(leaves, "params", grads=slopes)  # compiled loops would read beyond the end of a shorter leaf
     along = [slopes[path] for path in leaves]
     moved = ops.climb(list(leaves.values()), along, rho=rho, adaptive=adaptive, donate=donate)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import random
-from ..errors import raise_problems
+from ..errors import count_problem, raise_problems
 from ..execution import no_grad
 from ..grad import keyed, value_and_grad
 from ..simulation.state import Draw, Number, draw, simulate
@@ -61,11 +61,7 @@ def build(
 
     Source: Yang et al., 2026; paper section 5.1.
     """
-    problems = step.check(optimizer, max_grad_norm, engine, donate=donate)
-    problems += step.check_not_negative(b=b)
-    if not (isinstance(k_max, int) and k_max >= 1):
-        problems.append(f"k_max is {k_max}, must be an integer of at least 1: the number of experts")
-    raise_problems(problems, "mergopt")
+    raise_problems(step.check(optimizer, max_grad_norm, engine, donate=donate) + _problems(b, k_max), "mergopt")
     at = value_and_grad(keyed(loss_fn), engine=engine)
 
     def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:
@@ -80,9 +76,18 @@ def build(
 
 
 def offset(key: Tensor, *, b: Number, k_max: int) -> Draw:
-    """The draw whose noise is c z: sigma is ``c sqrt(2) b``, of either sign; c from the child 1 of the key."""
+    """The draw whose noise is c z: sigma is ``c sqrt(2) b``, of either sign; c from the child 1 of the key.
+
+    Raises: ValueError for b and k_max as `build`.
+    """
+    raise_problems(_problems(b, k_max), "offset")
     drawn = draw(key, alpha_min=1.0, drop_prob=0.0, sigma=math.sqrt(2) * b, noise="laplace")
     return drawn._replace(sigma=drawn.sigma * _factor(key, k_max))
+
+
+def _problems(b: Number, k_max: int) -> list[str]:
+    counted = [f"{text}: the number of experts" for text in count_problem("k_max", k_max)]
+    return step.check_not_negative(b=b) + counted
 
 
 def _factor(key: Tensor, k_max: int) -> Tensor:

@@ -77,6 +77,7 @@ def build(
     Source: Becker, Altrock and Risse, 2024 (Momentum-SAM); Kwon et al., 2021 (the climb in units of the weights).
     """
     problems = step.check(optimizer, max_grad_norm, engine, donate=donate) + step.check_not_negative(rho=rho)
+    problems += step.check_flags(adaptive=adaptive)
     if along not in get_args(Along):
         problems.append(f"along is {along!r}, choose one of {', '.join(get_args(Along))}")
     raise_problems(problems, "msam")

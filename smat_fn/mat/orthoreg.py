@@ -2,16 +2,17 @@
 
 import functools
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from .. import tree
-from ..errors import raise_problems
+from ..errors import collected, raise_problems, shortened
 from ..execution import no_grad, transformed, unrounded
 from ..grad import keyed, value_and_grad
-from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Where
+from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Predicate, Where
+from ..where import never
 from . import step
 from .step import State
 
@@ -47,6 +48,7 @@ def build(
 
     Args:
         lambda_reg: weight, >= 0.
+        where: the leaves of ``block_only``; unused without it.
         block_only: only leaves that ``where`` picks; the others as in `smat_fn.mat.finetune.build`.
 
     Returns:
@@ -54,14 +56,22 @@ def build(
             the loss alone (dropout).
 
     Raises:
-        ValueError: lists every bad argument, and in ``init`` for params that do not match base.
+        ValueError: lists every bad argument, a ``where`` of ``block_only`` that picks no matrix (but for
+            `smat_fn.where.never`), and in ``init`` for params that do not match base.
 
     Source: Liu et al., 2026; paper section 5.1.
     """
-    raise_problems(
-        step.check(optimizer, max_grad_norm, engine, donate=donate) + step.check_not_negative(lambda_reg=lambda_reg),
-        "orthoreg",
-    )
+    problems = step.check(optimizer, max_grad_norm, engine, donate=donate)
+    problems += step.check_not_negative(lambda_reg=lambda_reg) + step.check_flags(block_only=block_only)
+    if block_only and where not in (None, never):
+        with collected(problems):
+            leaves, picks = tree.flatten(base), cast(Predicate, tree.predicate(where))
+            if not any(picks(path, leaf) for path, leaf in leaves.items() if leaf.ndim == 2):
+                few = ", ".join(shortened(list(map(repr, leaves)), "{} more"))
+                problems.append(
+                    f"block_only is True, but where picks no matrix among {few}: pick some, or leave it out"
+                )
+    raise_problems(problems, "orthoreg")
     at = value_and_grad(keyed(loss_fn), engine=engine)
     picked = where if block_only else None
 
@@ -85,7 +95,7 @@ def penalty(params: Params, base: Params, *, where: Where | None = None) -> Tens
 
     Differentiable; where a Gram matrix is the identity, and the norm has no gradient, the gradient is zero.
 
-    Raises: ValueError for trees that do not match.
+    Raises: ValueError for trees that do not match, and leaves that are not floating-point tensors.
     """
     terms = [torch.linalg.matrix_norm(_excess(delta)) for delta in _updates(params, base, where).values()]
     return _sum(terms)
@@ -120,6 +130,8 @@ def _sum(terms: list[Tensor]) -> Tensor:
 def _updates(params: Params, base: Params, where: Where | None) -> dict[str, Tensor]:
     leaves, origins, found, picks = tree.flatten(params), tree.flatten(base), {}, tree.predicate(where)
     tree.check_same(leaves, "params", base=origins)
+    tree.check_floating(leaves, "params")
+    tree.check_floating(origins, "base")
     for path, leaf in leaves.items():
         if leaf.ndim == 2 and leaf.numel() and (picks is None or picks(path, leaf)):
             dtype = tree.compute_dtype(leaf, origins[path])

@@ -47,7 +47,12 @@ class Info(NamedTuple):
 
 
 def is_simulated(step: Any, period: int) -> Any:
-    """Whether step ``step``, counted from 0, is simulated: t - 1 expert steps, then one simulated step."""
+    """Whether step ``step``, counted from 0, is simulated: t - 1 expert steps, then one simulated step.
+
+    Raises: ValueError for a period below 1.
+    """
+    if not period >= 1:
+        raise ValueError(f"period is {period!r}, must be an integer of at least 1 (1 simulates every step)")
     return (step + 1) % period == 0
 
 
@@ -88,8 +93,7 @@ class Schedule:
             object.__setattr__(self, "period", int(self.period))  # of numpy
         problems = draw_problems(self.alpha_min, self.drop_prob, self.sigma, self.noise, self.alpha_max)
         problems += [f"{text} (1 simulates every step)" for text in count_problem("period", self.period)]
-        if not isinstance(self.antithetic, bool):
-            problems.append(f"antithetic is {self.antithetic!r}, must be True or False")
+        problems += step.check_flags(antithetic=self.antithetic)
         raise_problems(problems + factor_problems({} if self.factors is None else self.factors))
 
     @property
@@ -144,11 +148,15 @@ def literal_step(
         state: State of `build`'s ``init``.
         batch: one batch.
         hyperparameters: alpha_min, drop_prob, sigma, noise of `smat_fn.draw`; the others as in `build`.
+
+    Raises:
+        ValueError: lists every hyperparameter out of range, in clean steps too.
     """
+    off = Schedule(period=period, **hyperparameters).off  # all three operations are: `build` then simulates nothing
     params, gradient = state.params, value_and_grad(keyed(loss_fn), engine=engine)
     batch = Keyed(batch, key, state.step, 0)  # for a loss that takes a key
-    simulated, scale = is_simulated(state.step, period), torch.ones((), dtype=torch.float32, device=key.device)
-    if simulated:
+    scale = torch.ones((), dtype=torch.float32, device=key.device)
+    if simulated := not off and is_simulated(state.step, period):
         drawn = draw(random.fold_in(key, state.step), **hyperparameters)  # alpha, m, epsilon
         scale = drawn.scale
         with torch.no_grad():

@@ -14,8 +14,8 @@ from .. import random, tree
 from ..errors import problems_of, raise_problems, shortened, takes
 from ..execution import transformed, unread, valueless
 from ..grad import Keyed
-from ..optim.chain import check_max_norm
 from ..simulation import reweight_and_clip
+from ..simulation.state import check_max_norm
 from ..types import Aux, Batch, Engine, Micro, Optimizer, Params
 
 
@@ -31,7 +31,10 @@ Gradient = Callable[[Params, Batch], tuple[tuple[Tensor, Aux], Params]]
 
 
 def init(optimizer: Optimizer, base: Params, *, donate: bool) -> Callable[[Params], State]:
-    """``Method.init``: checks params against the base and starts the optimizer; a donating method owns a copy."""
+    """``Method.init``: checks params against the base and starts the optimizer; a donating method owns a copy.
+
+    Without ``donate`` the parameters of the state share memory with those given until the first update.
+    """
 
     def start(params: Params) -> State:
         leaves = tree.flatten(params)
@@ -217,13 +220,18 @@ def check_not_negative(**numbers: float | Tensor) -> list[str]:
     return [
         f"{name} is {value!r}, must be finite and not negative"
         for name, value in numbers.items()
-        if not (unread(value) or (isinstance(value, Real | Tensor) and math.isfinite(value) and value >= 0))
+        if not (unread(value) or (isinstance(value, Real | Tensor) and 0 <= value < math.inf))
     ]
+
+
+def check_flags(**flags: object) -> list[str]:
+    """Errors for switches that are not bools: a text such as "False" would count as True."""
+    return [f"{name} is {value!r}, must be True or False" for name, value in flags.items() if type(value) is not bool]
 
 
 def check(optimizer: Any, max_grad_norm: float | None, engine: str, *, donate: bool) -> list[str]:
     """Errors for the arguments that all methods share."""
-    problems = []
+    problems = check_flags(donate=donate)
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         problems.append(f"optimizer is a {type(optimizer).__name__}: give one with init and update (smat_fn.optim)")
     elif donate and not takes(optimizer.update, 3, donate=True):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import tree
-from ..errors import raise_problems, shortened
+from ..errors import count_problem, raise_problems, shortened
 from ..grad import trained
 from ..simulation import Draw, reweight, simulate
 from ..types import Params, Where
@@ -34,12 +34,12 @@ class SimulatedWeights:
             other code may own, and keeps a copy of theta.
         slices: the number of `prepare` calls over which a base in host memory is copied to the device, into the one
             buffer that then becomes theta~ (``offload="cpu"`` of `simulated_gradient`). None: the base stays where it
-            is. Needs ``switch`` and no shards.
+            is. At least 1; needs ``switch`` and no ``starts``.
         once: the caller changes no parameter between two blocks of one ``Draw`` object, which is simulated once. Else
             every block simulates, since writes of fused optimizers and through ``.data`` cannot be seen.
 
-    Raises: ValueError that lists parameters that share memory with base, which training would change with them, or with
-        each other, frozen ones, and parameters whose storage FSDP1 or DTensor owns.
+    Raises: ValueError that lists bad ``slices``, parameters that share memory with base, which training would change
+        with them, or with each other, frozen ones, and parameters whose storage FSDP1 or DTensor owns.
     """
 
     def __init__(
@@ -53,7 +53,10 @@ class SimulatedWeights:
         slices: int | None = None,
         once: bool = False,
     ) -> None:
-        raise_problems(_parameter_problems(parameters, base), "SimulatedWeights")
+        problems = [] if slices is None else count_problem("slices", slices)
+        if slices is not None and not (switch and starts is None):
+            problems.append("slices needs switch=True and starts=None: leave it out, and the base stays where it is")
+        raise_problems(problems + _parameter_problems(parameters, base), "SimulatedWeights")
         self._parameters, self._base, self._where, self._starts = parameters, base, tree.predicate(where), starts
         self._switch, self._drawn = switch, cast(Draw | None, None)
         self._once = once or slices is not None  # a base in host memory has become theta~

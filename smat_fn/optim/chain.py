@@ -1,8 +1,6 @@
 """Gradient transforms in front of an optimizer."""
 
-import math
 from collections.abc import Callable
-from numbers import Real
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -10,6 +8,7 @@ from torch import Tensor
 from .. import tree
 from ..execution import no_grad, refuse_donation
 from ..simulation import reweight_and_clip
+from ..simulation.state import check_max_norm
 from ..types import Optimizer, Params
 
 Transform: TypeAlias = Callable[[Params], Params]
@@ -59,6 +58,8 @@ def clip_by_global_norm(max_norm: float) -> Transform:
     Raises:
         ValueError: max_norm is not positive and finite.
     """
+    if max_norm is None:
+        raise ValueError("max_norm is None, must be positive and finite: leave the transform out for no clipping")
     check_max_norm(max_norm)
     return lambda grads: clip(grads, max_norm)[0]
 
@@ -88,10 +89,3 @@ def chain(*parts: Transform | Optimizer) -> Optimizer:
         return params, ChainState(inner)
 
     return Optimizer(lambda params: ChainState(optimizer.init(params)), no_grad(update))
-
-
-def check_max_norm(max_norm: float | None, name: str = "max_norm") -> None:
-    """Raises: ValueError unless max_norm, an argument of that name, is None or positive and finite."""
-    number = isinstance(max_norm, Real | Tensor)
-    if max_norm is not None and not (number and 0 < max_norm < math.inf):
-        raise ValueError(f"{name} is {max_norm!r}, must be positive and finite, or None for no clipping")

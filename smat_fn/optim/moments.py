@@ -1,5 +1,6 @@
 """Moments in an optimizer's state: the second ones as a diagonal Fisher matrix, the momentum for methods that climb."""
 
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
@@ -17,23 +18,31 @@ def second_moments(state: Any, *, beta: float = 0.999) -> dict[str, Tensor]:
 
     Args:
         state: of `adam`, `adamw`, `averaged`, `chain`, `partition` of these; after one update at least.
-        beta: decay rate of the second moments.
+        beta: decay rate of the second moments, in [0, 1).
 
     Returns:
         Float32 leaves (float64 of float64 moments), only of parameters that Adam updates.
 
     Raises:
-        ValueError: the state is that before the first update.
+        ValueError: beta is out of range; the state has no second moments, or is that before the first update.
     """
-    if isinstance(state, AdamState):
-        if int(state.step) < 1:
-            raise ValueError("second_moments: the state is of step 0, there is no moment yet: give it after an update")
-        corrected = 1 - beta ** int(state.step)
-        return {path: leaf.to(tree.compute_dtype(leaf)) / corrected for path, leaf in tree.flatten(state.nu).items()}
+    if not (isinstance(beta, Real) and 0 <= beta < 1):
+        raise ValueError(f"second_moments: beta is {beta!r}, must lie in [0, 1)")
+    if not (states := _adam_states(state)):
+        raise ValueError(f"second_moments: a {type(state).__name__} has none: give the state of adam or adamw")
     found: dict[str, Tensor] = {}
-    for name in getattr(state, "_fields", ()):
-        found |= second_moments(getattr(state, name), beta=beta)
+    for own in states:
+        if int(own.step) < 1:
+            raise ValueError("second_moments: the state is of step 0, there is no moment yet: give it after an update")
+        corrected = 1 - beta ** int(own.step)
+        found |= {path: leaf.to(tree.compute_dtype(leaf)) / corrected for path, leaf in tree.flatten(own.nu).items()}
     return found
+
+
+def _adam_states(state: Any) -> list[AdamState]:
+    if isinstance(state, AdamState):
+        return [state]
+    return [own for name in getattr(state, "_fields", ()) for own in _adam_states(getattr(state, name))]
 
 
 def momentum_of(opt_state: Any, params: Params) -> Params:

@@ -120,7 +120,8 @@ def schedule_of(lr: float | Schedule, problems: list[str], **values: float) -> S
         for name, value in values.items()
         if not (math.isfinite(value) and value >= 0)
     ]
-    errors.raise_problems(problems + ([] if callable(lr) else _lr_problems(lr)))
+    wanted = "a number or a function of the step"
+    errors.raise_problems(problems + ([] if callable(lr) else _lr_problems(lr, wanted)))
     if not callable(lr):
         return constant(lr)
 
@@ -133,9 +134,9 @@ def schedule_of(lr: float | Schedule, problems: list[str], **values: float) -> S
     return checked
 
 
-def _lr_problems(lr: float | Tensor) -> list[str]:
+def _lr_problems(lr: float | Tensor, wanted: str = "a number") -> list[str]:
     if unread(lr):
         return []
     if not isinstance(lr, Tensor | Real):
-        return [f"learning rate is {lr!r}, must be a number or a function of the step"]
+        return [f"learning rate is {lr!r}, must be {wanted}"]
     return [] if 0 <= lr < math.inf else [f"learning rate is {lr}, must be finite and not negative"]

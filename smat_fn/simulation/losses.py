@@ -15,7 +15,7 @@ SimulatedLoss = Callable[[Params, Params, Batch, Draw], tuple[Tensor, Aux]]
 
 def clean_loss(loss_fn: LossFn) -> Callable[[Params, Batch], tuple[Tensor, Aux]]:
     """L(theta), the expert loss (Eq. task-loss): ``clean_loss(loss_fn)(params, batch) -> (loss, aux)``."""
-    return lambda params, batch: loss_fn(params, batch)
+    return lambda params, batch: loss_and_aux(loss_fn(params, batch))
 
 
 def simulated_loss(loss_fn: LossFn, *, where: Where | None = None) -> SimulatedLoss:
@@ -23,7 +23,7 @@ def simulated_loss(loss_fn: LossFn, *, where: Where | None = None) -> SimulatedL
 
     Differentiable in params (Eq. smat-gradient), base, draw.scale and draw.sigma; where: as in `simulate`.
     """
-    return lambda params, base, batch, draw: loss_fn(simulate(params, base, draw, where=where), batch)
+    return lambda params, base, batch, draw: loss_and_aux(loss_fn(simulate(params, base, draw, where=where), batch))
 
 
 def mixed_loss(loss_fn: LossFn, lam: Number, *, where: Where | None = None) -> SimulatedLoss:
@@ -44,7 +44,7 @@ def mixed_loss(loss_fn: LossFn, lam: Number, *, where: Where | None = None) -> S
 
     def loss(params: Params, base: Params, batch: Batch, draw: Draw) -> tuple[Tensor, Aux]:
         clean, clean_aux = loss_and_aux(loss_fn(params, batch))
-        merged, merged_aux = loss_and_aux(simulated(params, base, batch, draw))
+        merged, merged_aux = simulated(params, base, batch, draw)
         return (1 - lam) * clean + lam * merged, (clean_aux, merged_aux)
 
     return loss

@@ -7,7 +7,7 @@ from torch import Tensor
 from .. import tree
 from ..execution import no_grad
 from ..types import Params, Where
-from .state import Draw, simulate
+from .state import Draw, of_leaves, simulate
 
 FAR = 30  # times that sigma may differ from the update's RMS before users are warned
 
@@ -43,7 +43,7 @@ def simulate_by_leaf(params: Params, base: Params, draw: Draw, *, where: Where |
     found: dict[str, Tensor] = {}
     for path, leaf in leaves.items():
         own, origin = {path: leaf}, {path: origins[path]}
-        found |= simulate(own, origin, in_units_of(update_rms(own, origin), draw), where=where)
+        found |= simulate(own, origin, in_units_of(update_rms(own, origin), of_leaves(draw, own)), where=where)
     return tree.unflatten(params, found)
 
 

@@ -1,7 +1,7 @@
 """`draw`, `simulate` and its gradient `reweight` on any tree: checks and paths around the operations of smat_fn.ops."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from numbers import Real
 from typing import NamedTuple, TypeAlias, cast, get_args
 
@@ -18,6 +18,7 @@ from .noise import quantiles, table_on
 
 Number: TypeAlias = float | Tensor  # tensors are 0-d
 NOISES: tuple[str, ...] = get_args(Noise)
+_LARGEST = torch.finfo(torch.float32).max
 
 
 class Draw(NamedTuple):
@@ -54,7 +55,8 @@ def draw(
         sigma: RMS of the noise, >= 0, in units of the weights.
         noise: "uniform", "gaussian" or "laplace". ``alpha_min=1``, ``drop_prob=0`` and ``sigma=0`` switch Scale, Mask
             and Perturb off.
-        alpha_max: 1 in the paper; larger ones simulate merges whose coefficients sum to more than 1.
+        alpha_max: 1 in the paper; larger ones, as far as float32 holds, simulate merges whose coefficients sum to more
+            than 1.
         factors: path -> finite number, by which alpha is multiplied in that leaf; 1 for leaves that are not named.
 
     The four numbers may be 0-d tensors: `simulate` then has derivatives in alpha_min, alpha_max and sigma, and vmap
@@ -102,8 +104,13 @@ def opposite(draw: Draw, sign: Number = -1.0) -> Draw:
     Args:
         sign: -1, or 1 for the draw itself; may be a 0-d tensor.
 
+    Raises:
+        ValueError: sign is a number other than 1 and -1 (a tensor's value is not read).
+
     Source: Hammersley and Morton, 1956.
     """
+    if not isinstance(sign, Tensor) and sign not in (1, -1):
+        raise ValueError(f"opposite: sign is {sign!r}, must be -1, or 1 for the draw itself")
     return draw._replace(drop_prob=draw.drop_prob * sign, sigma=draw.sigma * sign)
 
 
@@ -153,6 +160,8 @@ def draw_problems(
     known = not (unread(alpha_min) or unread(alpha_max))
     if not (unread(alpha_max) or -math.inf < alpha_max < math.inf) or (known and not alpha_max >= min(alpha_min, 1)):
         problems.append(f"alpha_max is {alpha_max}, must be finite and at least alpha_min, {alpha_min}")
+    elif not (unread(alpha_max) or alpha_max <= _LARGEST):
+        problems.append(f"alpha_max is {alpha_max}, must be at most {_LARGEST:.3g}, as a float32 is")
     if not (unread(drop_prob) or 0 <= drop_prob < 1):
         problems.append(f"drop_prob is {drop_prob}, must lie in [0, 1): it is the probability of removing a coordinate")
     if isinstance(drop_prob, Tensor) and drop_prob.requires_grad:
@@ -162,6 +171,11 @@ def draw_problems(
     if noise not in NOISES:
         problems.append(f"noise is {noise!r}, choose one of {', '.join(NOISES)}")
     return problems
+
+
+def of_leaves(draw: Draw, paths: Iterable[str]) -> Draw:
+    """A draw for a part of a tree: with the factors of these leaves alone."""
+    return draw._replace(factors={path: draw.factors[path] for path in paths if path in draw.factors})
 
 
 def factor_problems(factors: Mapping[str, float]) -> list[str]:
@@ -209,7 +223,7 @@ def simulate(
         tree of params' structure, shapes and dtypes; ``out`` if given.
 
     Raises:
-        ValueError: for trees that do not match (all problems listed, by path).
+        ValueError: for trees that do not match (all problems listed, by path), and for factors of alpha of other paths.
 
     Source: paper section 4.1.
     """
@@ -220,6 +234,9 @@ def simulate(
     check_devices(leaves, origins)
     targets, in_place = _targets(out, leaves, origins)
     offsets = _check_starts(starts, leaves)
+    if isinstance(draw, Draw) and (unknown := [path for path in draw.factors if path not in leaves]):
+        few = ", ".join(shortened([repr(path) for path in unknown], "{} more"))
+        raise ValueError(f"factors of alpha name {few}, which are not parameters here: name those of params")
     result: dict[str, Tensor] = {}
     for part in parts_of(leaves, draw, where, offsets):
         theta, theta_0 = [leaves[path] for path in part.paths], [origins[path] for path in part.paths]
@@ -285,12 +302,16 @@ def reweight_and_clip(
 
     Args:
         draw: None for a clean gradient.
-        max_norm: None only measures.
+        max_norm: positive and finite; None only measures.
         donate: write into grads.
 
     Returns:
         (grads, 0-d float32 norm before clipping).
+
+    Raises:
+        ValueError: max_norm is neither None nor positive and finite; for leaves that are not floating-point tensors.
     """
+    check_max_norm(max_norm)
     refuse_donation("reweight_and_clip", donate)
     leaves = tree.flatten(grads)
     tree.check_floating(leaves, "grads")
@@ -308,6 +329,13 @@ def reweight_and_clip(
     else:
         result, norm = ops.reweight_and_clip(leaves, numbers, masked, max_norm=max_norm, donate=donate)
     return tree.unflatten(grads, result), norm
+
+
+def check_max_norm(max_norm: float | None, name: str = "max_norm") -> None:
+    """Raises: ValueError unless max_norm, an argument of that name, is None or positive and finite."""
+    number = isinstance(max_norm, Real | Tensor)
+    if not (max_norm is None or unread(max_norm) or (number and 0 < max_norm < math.inf)):
+        raise ValueError(f"{name} is {max_norm!r}, must be positive and finite, or None for no clipping")
 
 
 def participation(draw: Draw, like: Params, *, where: Where | None = None) -> Params:

@@ -181,6 +181,10 @@ def test_bad_input_is_listed(setting, model):
         lora.build(ModuleLoss(model, squares), optim.adam(1e-2), base, adapter, sigma=-1.0, period=0)
     with pytest.raises(ValueError, match=r"drop_prob is 0.5, but Mask has nothing to act on: where picks none of 4"):
         lora.build(ModuleLoss(model, squares), optim.adam(1e-2), base, adapter, where=lambda path, leaf: "x" in path)
+    with pytest.raises(ValueError, match=r"offload is 'cpu', but adapters .*; sigma_of is 'leaf', but .*; sigma is -1"):
+        lora.build(
+            ModuleLoss(model, squares), optim.adam(1e-2), base, adapter, offload="cpu", sigma_of="leaf", sigma=-1.0
+        )
     method = lora.build(ModuleLoss(model, squares), optim.adam(1e-2), base, adapter)
     with pytest.raises(ValueError, match="lora_A"):
         method.init({name: leaf for name, leaf in start.items() if "lora_A" not in name})

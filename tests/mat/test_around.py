@@ -236,6 +236,12 @@ def test_weights_that_cannot_be_replaced_are_refused_at_once():
         SimulatedWeights(params, base, where=torch.nn.Linear)
     with pytest.raises(ValueError, match=r"where is a \w+: give a function"):
         SimulatedWeights(params, base, where=module)
+    for slices in (0, -1, 1.5):
+        with pytest.raises(ValueError, match=rf"slices is {slices}, must be an integer of at least 1"):
+            SimulatedWeights(params, base, slices=slices)
+    for options in ({"switch": False}, {"starts": dict.fromkeys(params, 0)}):
+        with pytest.raises(ValueError, match="slices needs switch=True and starts=None: leave it out"):
+            SimulatedWeights(params, base, slices=1, **options)
 
 
 def test_weights_of_every_kind_are_taken():

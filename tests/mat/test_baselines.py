@@ -1,6 +1,7 @@
 """ASAM, MergOPT and OrthoReg against second computations: numpy, closed forms, definitions written out again."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -72,6 +73,12 @@ def test_the_climb_has_length_rho_in_units_of_the_weights(problem):
     moved = asam.climb(start, grads, rho=0.7)
     with pytest.raises(ValueError, match="parameter 'cut' has shape"):
         asam.climb({**start, "cut": torch.ones(3)}, {**grads, "cut": torch.ones(2)}, rho=0.7)
+    for rho in (-1.0, math.nan, math.inf, "1"):
+        with pytest.raises(ValueError, match=f"climb: rho is {rho!r}, must be finite and not negative"):
+            asam.climb(start, grads, rho=rho)
+    whole = {"n": torch.ones(3, dtype=torch.int64)}
+    with pytest.raises(ValueError, match="parameter 'n' of params has dtype int64"):
+        asam.climb(whole, whole, rho=0.7)
     relative = (flat(moved) - flat(start)) / np.abs(flat(start))
     assert math.isclose(np.linalg.norm(relative), 0.7, rel_tol=1e-9)
     still = asam.climb(start, {name: torch.zeros_like(leaf) for name, leaf in start.items()}, rho=0.7)
@@ -119,6 +126,9 @@ def test_the_coefficient_of_mergopt_runs_over_k_a_minus_one():
     drawn = torch.func.vmap(lambda key: mergopt.offset(key, b=1.0, k_max=3).sigma)(random.split(KEY, 2000))
     seen = {round(float(s) / math.sqrt(2), 9) for s in drawn}
     assert seen == {round(k * a / 10 - 1, 9) for k in (1, 2, 3) for a in range(1, 7)}
+    for k_max in (0, 2.5, True):
+        with pytest.raises(ValueError, match=f"offset: b is -1.0, .*; k_max is {k_max}, must be an integer of"):
+            mergopt.offset(KEY, b=-1.0, k_max=k_max)
 
 
 def test_the_coefficient_of_mergopt_has_the_bits_of_the_cpu_on_a_gpu_that_is_not_waited_for():
@@ -195,9 +205,23 @@ def test_orthoreg_on_blocks_alone_and_on_every_matrix():
         assert {name for name in base if not torch.equal(state.params[name], params[name])} == moved
 
 
+def test_orthoreg_on_blocks_without_a_matrix_is_refused_and_never_is_not():
+    base = {"w": torch.zeros(3, 3), "b": torch.zeros(3)}
+    build = partial(orthoreg.build, lambda p, _: (p["w"].sum(), {}), sgd(0.1), base, block_only=True)
+    with pytest.raises(ValueError, match=r"^orthoreg: block_only is True, but where picks no matrix among 'w', 'b'"):
+        build(where=lambda path, leaf: path == "b")
+    with pytest.raises(ValueError, match=r"^orthoreg: where is a str"):
+        build(where="w")
+    for where in (None, never, {"w": True, "b": False}):
+        build(where=where)
+
+
 def test_the_penalty_of_trees_that_do_not_match_is_an_error():
     with pytest.raises(ValueError, match="base lacks parameter 'a' of params"):
         orthoreg.penalty({"a": torch.zeros(2, 2)}, {})
+    whole = {"a": torch.zeros(2, 2, dtype=torch.int64)}
+    with pytest.raises(ValueError, match="parameter 'a' of params has dtype int64"):
+        orthoreg.penalty(whole, whole)
 
 
 def test_the_penalty_enters_once_whatever_the_micro_batches():

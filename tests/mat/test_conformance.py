@@ -52,18 +52,24 @@ METHODS = {
             "lam": (2.0, "lam is 2.0"),
         },
     ),
-    "asam": ({"": {"rho": 0.05}, "sam": {"rho": 0.05, "adaptive": False}}, {"rho": (-1.0, "rho is -1.0")}),
+    "asam": (
+        {"": {"rho": 0.05}, "sam": {"rho": 0.05, "adaptive": False}},
+        {"rho": (-1.0, "rho is -1.0"), "adaptive": ("False", "adaptive is 'False', must be True or False")},
+    ),
     "l2sp": ({"": {"pull": 0.05}}, {"pull": (-1.0, "pull is -1.0")}),
     "mixout": ({"": {"drop_prob": 0.3}}, {"drop_prob": (1.0, "the probability of taking the base's weight")}),
     "msam": (
         {"": {"rho": 0.05}, "gradient": {"rho": 0.05, "along": "gradient"}, "plain": {"rho": 0.05, "adaptive": False}},
-        {"rho": (math.inf, "rho is inf"), "along": ("up", "along is 'up'")},
+        {"rho": (math.inf, "rho is inf"), "along": ("up", "along is 'up'"), "adaptive": (0, "adaptive is 0, must be")},
     ),
     "mergopt": (
         {"": {"b": 0.01, "k_max": 4}},
         {"b": (math.inf, "b is inf"), "k_max": (0, "k_max is 0")},
     ),
-    "orthoreg": ({"": {"lambda_reg": 0.01}}, {"lambda_reg": (-0.1, "lambda_reg is -0.1")}),
+    "orthoreg": (
+        {"": {"lambda_reg": 0.01}},
+        {"lambda_reg": (-0.1, "lambda_reg is -0.1"), "block_only": ("no", "block_only is 'no', must be")},
+    ),
 }
 FILES = sorted(
     f.stem
@@ -465,9 +471,9 @@ def test_bad_arguments_are_all_listed_at_once(name):
     bad = METHODS[name][1]
     hyper = {argument: value for argument, (value, _) in bad.items()}
     with pytest.raises(ValueError, match=f"{name}: ") as caught:
-        method(name, regression, object(), parameters(), max_grad_norm=math.nan, engine="jax", **hyper)
+        method(name, regression, object(), parameters(), max_grad_norm=math.nan, engine="jax", donate="no", **hyper)
     text = str(caught.value)
-    shared = "optimizer is a object", "max_grad_norm is nan", "engine is 'jax'"
+    shared = "optimizer is a object", "max_grad_norm is nan", "engine is 'jax'", "donate is 'no', must be True or False"
     for part in (*shared, *(words for _, words in bad.values())):
         assert part in text, part
 

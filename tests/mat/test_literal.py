@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,34 @@ def test_both_engines_are_the_literal_step(network, loss, engine):
     options = {"loss_fn": loss, "optimizer": optimizer, "base": base, "where": where, "engine": engine, **HYPER}
     expected = run(lambda *args: smat.literal_step(*args, max_grad_norm=0.5, period=PERIOD, **options), state)
     assert_same(run(method.update, state), expected)
+
+
+def test_with_everything_off_no_step_is_simulated(network, loss):
+    base, start = trees(network)
+    optimizer, off = optim.adam(1e-2), {"alpha_min": 1.0, "drop_prob": 0.0, "sigma": 0.0}
+    options = {"loss_fn": loss, "optimizer": optimizer, "base": base, "max_grad_norm": 0.5, "period": 1, **off}
+    method = smat.build(max_grad_norm=0.5, period=1, loss_fn=loss, optimizer=optimizer, base=base, **off)
+    found, state = run(method.update, method.init(start)), method.init(start)
+    expected = run(lambda *args: smat.literal_step(*args, **options), state)
+    assert_trees_equal(found[0].params, expected[0].params)
+    assert (
+        [(i.simulated, i.scale) for i in found[1]] == [(i.simulated, i.scale) for i in expected[1]] == [(False, 1)] * 9
+    )
+
+
+def test_a_clean_literal_step_checks_its_arguments_too(network, loss):
+    base, start = trees(network)
+    optimizer = optim.adam(1e-2)
+    step = partial(
+        smat.literal_step, random.key(7), smat.build(loss, optimizer, base).init(start), batches()[0],
+        loss_fn=loss, optimizer=optimizer, base=base,
+    )  # fmt: skip
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sgima'"):
+        step(**HYPER, sgima=1.0)
+    with pytest.raises(ValueError, match=r"sigma is -1.0.*; period is 0, must be an integer of at least 1"):
+        step(**HYPER | {"sigma": -1.0}, period=0)
+    with pytest.raises(ValueError, match="period is 0, must be an integer of at least 1"):
+        smat.is_simulated(3, 0)
 
 
 def test_a_list_of_one_micro_batch_is_the_literal_step(network, loss):

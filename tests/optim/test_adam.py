@@ -226,6 +226,16 @@ def test_bad_learning_rates_are_refused(lr):
         falling.update(start, falling.init(start), start)
 
 
+@pytest.mark.parametrize("transform", [lambda f: f, torch.func.vmap], ids=["plain", "vmap"])
+def test_gradients_of_another_dtype_are_named(transform):
+    params, adam = {"w": torch.ones(2), "b": torch.ones(2)}, optim.adam(0.1)
+    wrong = r"^the gradient of parameter 'w' is bfloat16, the parameter float32: cast the gradient$"
+    with pytest.raises(ValueError, match=wrong):
+        transform(lambda g: adam.update({"w": g, "b": torch.ones(2)}, adam.init(params), params)[0])(
+            torch.ones(2, 2, dtype=torch.bfloat16)[0 if transform is not torch.func.vmap else slice(None)]
+        )
+
+
 def test_all_bad_hyperparameters_are_listed_at_once():
     with pytest.raises(ValueError, match=r"betas are \(0\.9, 0\.99, 0\.999\): give two numbers"):
         optim.adam(1e-3, betas=(0.9, 0.99, 0.999))

@@ -85,3 +85,9 @@ def test_a_decay_in_the_place_of_a_function_and_a_state_before_the_first_step_ar
         optim.averaged(None, optim.ema(0.9))
     with pytest.raises(ValueError, match="second_moments: the state is of step 0"):
         optim.second_moments(optim.adam(1e-2).init({"w": torch.ones(1)}))
+    for state in (None, optim.muon(0.1, rest=optim.adam(0.1)).init({})._replace(rest=None)):
+        with pytest.raises(ValueError, match=r"second_moments: a \w+ has none: give the state of adam or adamw"):
+            optim.second_moments(state)
+    for beta in (1.0, -0.1, float("nan"), "0.9"):
+        with pytest.raises(ValueError, match=rf"beta is {beta!r}, must lie in \[0, 1\)"):
+            optim.second_moments(optim.adam(1e-2).init({"w": torch.ones(1)}), beta=beta)

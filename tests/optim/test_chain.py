@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from smat_fn import optim, tree
+from smat_fn.simulation import reweight_and_clip
 
 PYTHAGORAS = {"a": [3.0, 4.0], "b": [12.0], "scalar": 0.0}
 
@@ -97,9 +98,12 @@ def test_clip_takes_nested_trees():
 
 @pytest.mark.parametrize("max_norm", [0.0, -1.0, math.nan, math.inf])
 def test_bad_bounds_are_refused(max_norm):
-    for use in (optim.clip_by_global_norm, lambda m: optim.clip(exact(), m)):
+    calls = optim.clip_by_global_norm, lambda m: optim.clip(exact(), m)
+    for use in (*calls, lambda m: reweight_and_clip(exact(), None, max_norm=m)):
         with pytest.raises(ValueError, match=f"max_norm is {max_norm}, must be positive and finite, or None"):
             use(max_norm)
+    with pytest.raises(ValueError, match="max_norm is None, must be positive and finite: leave the transform out"):
+        optim.clip_by_global_norm(None)
 
 
 @pytest.mark.parametrize("donate", [False, True])

@@ -67,6 +67,9 @@ def test_linear_decay_at_the_known_points():
 
 
 def test_bad_arguments_are_refused():
+    for schedule in (optim.constant, lambda lr: optim.cosine(lr, 5), lambda lr: optim.linear(lr, 5)):
+        with pytest.raises(ValueError, match=r"learning rate is <function .*>, must be a number$"):
+            schedule(lambda step: 0.1)
     for decaying in (optim.cosine, optim.linear):
         with pytest.raises(ValueError, match=r"learning rate is -1.*steps is 0, must be at least 1"):
             decaying(-1, 0)

@@ -8,7 +8,7 @@ import torch
 
 from smat_fn import random
 from smat_fn.ops import plain
-from smat_fn.simulation import NOISES, draw, materialise, participation, simulate
+from smat_fn.simulation import NOISES, draw, materialise, opposite, participation, simulate
 from smat_fn.simulation import noise as noise_tables
 from smat_fn.simulation.noise import quantiles, table_on
 from smat_fn.simulation.state import all_off
@@ -266,6 +266,20 @@ def test_ranges_are_checked_all_at_once():
 def test_each_strength_refuses_what_is_out_of_range(name, value):
     with pytest.raises(ValueError, match=f"^draw: {name} is {value}, must"):
         draw(random.key(0), **(OFF | {name: value}))
+
+
+def test_alpha_max_is_what_float32_holds():
+    assert draw(random.key(0), **OFF, alpha_max=3e38).scale.isfinite()
+    with pytest.raises(ValueError, match=r"^draw: alpha_max is 1e\+39, must be at most 3.4e\+38, as a float32 is$"):
+        draw(random.key(0), **OFF, alpha_max=1e39)
+
+
+@pytest.mark.parametrize("sign", [0, 2, -0.5, math.nan, None, "1"])
+def test_a_sign_is_one_or_minus_one(sign):
+    drawn = draw(random.key(0), **FULL)
+    assert opposite(opposite(drawn)) == opposite(drawn, 1) == opposite(drawn, torch.tensor(1)) == drawn
+    with pytest.raises(ValueError, match=f"sign is {sign!r}, must be -1, or 1 for the draw itself"):
+        opposite(drawn, sign)
 
 
 @pytest.mark.parametrize("name", list(OFF))

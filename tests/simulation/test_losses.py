@@ -44,6 +44,17 @@ def test_mixed_weighs_both_losses_and_their_gradients(lam):
     assert_trees_close(grads, {p: (1 - lam) * at_theta[p] + lam * weighted[p] for p in grads}, rtol=1e-12, atol=1e-15)
 
 
+def test_a_loss_without_aux_is_refused_by_all_three():
+    def alone(params, batch):
+        return loss_fn(params, batch)[0]
+
+    calls = [lambda: clean_loss(alone)(THETA, BATCH)]
+    calls += [lambda f=f: f(THETA, THETA_0, BATCH, DRAW) for f in (simulated_loss(alone), mixed_loss(alone, 0.5))]
+    for call in calls:
+        with pytest.raises(ValueError, match="the loss function returned a Tensor: return"):
+            call()
+
+
 @pytest.mark.parametrize("lam", [-0.1, 1.1, float("nan")])
 def test_a_weight_outside_the_unit_interval_is_refused(lam):
     with pytest.raises(ValueError, match=rf"lam is {lam}, the weight of the simulated loss must lie in \[0, 1\]"):
