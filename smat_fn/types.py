@@ -42,7 +42,9 @@ Scope: TypeAlias = Literal["global", "tensor"]
 class Micro(NamedTuple):
     """A micro-batch: a list of them, and nothing else, is what one step averages over.
 
-    Its weight is the number of examples or tokens that its loss is the mean of; equal weights are all 1.
+    Attributes:
+        batch: of any type.
+        weight: number of examples or tokens that its loss is the mean of, positive and finite; equal weights are all 1.
     """
 
     batch: Batch
@@ -50,7 +52,12 @@ class Micro(NamedTuple):
 
 
 class Optimizer(NamedTuple):
-    """A pure optimizer; ``update(..., donate=True)`` may write into its arguments and is bit-identical."""
+    """A pure optimizer; ``update(..., donate=True)`` may write into its arguments and is bit-identical.
+
+    Attributes:
+        init: ``init(params) -> state``.
+        update: ``update(grads, state, params) -> (params, state)``.
+    """
 
     init: Callable[[Params], Any]
     update: Callable[..., tuple[Params, Any]]
@@ -61,6 +68,10 @@ class Method(NamedTuple):
 
     The parameters of the state that ``init`` returns share memory with those given to it, unless the method was built
     with ``donate=True``.
+
+    Attributes:
+        init: ``init(params) -> State``.
+        update: ``update(key, state, batch) -> (State, Info)``; key: the run key, int64 (2,).
     """
 
     init: Callable[[Params], Any]

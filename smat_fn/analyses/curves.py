@@ -15,13 +15,21 @@ Scores = Callable[[Sequence[Job]], list[dict[str, float]]]
 
 
 class Scored(NamedTuple):
-    """A merged model on one of its tasks."""
+    """A merged model on one of its tasks.
 
-    experts: int  # how many are merged, or replaced
-    subset: tuple[str, ...]  # their tasks
-    task: str  # what was scored
-    score: float  # 0 to 100
-    relative: float  # 100 * score / score of the independent FT expert
+    Attributes:
+        experts: how many are merged, or replaced.
+        subset: their tasks.
+        task: the task that was scored.
+        score: 0 to 100.
+        relative: 100 * score / score of the independent FT expert.
+    """
+
+    experts: int
+    subset: tuple[str, ...]
+    task: str
+    score: float
+    relative: float
 
 
 def cyclic_subsets(tasks: Sequence[str], count: int) -> list[tuple[str, ...]]:
@@ -125,11 +133,17 @@ def reference_problems(tasks: Sequence[str], reference: Mapping[str, float]) -> 
 
 
 class Gain(NamedTuple):
-    """Expert score, five-merger mean, and the difference of the two, by seed."""
+    """Scores of a method before and after merging.
+
+    Attributes:
+        expert: mean score of the experts, by seed.
+        merged: mean score of the five mergers, by seed.
+        drop: expert - merged, by seed.
+    """
 
     expert: Cell
     merged: Cell
-    drop: Cell  # expert - merged
+    drop: Cell
 
 
 def gains(table: MainTable) -> dict[str, Gain]:

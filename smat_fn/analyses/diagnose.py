@@ -18,12 +18,19 @@ ALL = "all"
 
 
 class Group(NamedTuple):
-    """Leaves of one kind, RMS over their coordinates and over experts."""
+    """Leaves of one kind, RMS over their coordinates and over experts.
+
+    Attributes:
+        kind: one of `KINDS`, or "all".
+        size: coordinates of one model.
+        delta: RMS of Δ.
+        partners: RMS of γ Σ_{j≠i} Δ_j; None for a single expert.
+    """
 
     kind: str
-    size: int  # coordinates of one model
-    delta: float  # RMS of Δ
-    partners: float | None  # RMS of γ Σ_{j≠i} Δ_j; None for a single expert
+    size: int
+    delta: float
+    partners: float | None
 
 
 def groups(module: nn.Module, where: Where | None = None) -> dict[str, str]:

@@ -15,15 +15,26 @@ OUTSIDE = "outside"  # of blocks
 
 
 class Layer(NamedTuple):
-    """The updates of a block."""
+    """The updates of a block.
 
-    layer: str  # its number, or its name ("encoder.block.3") where a model has several stacks; OUTSIDE; "all"
-    size: int  # coordinates of one model
-    rms: tuple[float, ...]  # of the update of every expert
-    cosine: float | None  # mean over pairs of experts; None where fewer than two moved
-    lowest: float | None  # smallest and largest cosine of a pair
+    Attributes:
+        layer: the block's number, or its name ("encoder.block.3") where a model has several stacks; "outside" of
+            blocks; "all".
+        size: coordinates of one model.
+        rms: RMS of the update of every expert.
+        cosine: mean over pairs of experts; None where fewer than two moved.
+        lowest: smallest cosine of a pair; None as ``cosine``.
+        highest: largest cosine of a pair; None as ``cosine``.
+        agreement: Σ |Σ_i sign Δ_i| / Σ Σ_i |sign Δ_i|: 1 where all signs agree; None where nothing moved.
+    """
+
+    layer: str
+    size: int
+    rms: tuple[float, ...]
+    cosine: float | None
+    lowest: float | None
     highest: float | None
-    agreement: float | None  # Σ |Σ_i sign Δ_i| / Σ Σ_i |sign Δ_i|: 1 where all signs agree; None where nothing moved
+    agreement: float | None
 
 
 def interference(updates: Iterable[Updates]) -> list[Layer]:

@@ -28,7 +28,12 @@ Progress = Callable[[int], Any]
 
 
 class Job(NamedTuple):
-    """A model, built on demand, and the tasks it is scored on."""
+    """A model to be scored.
+
+    Attributes:
+        build: makes the model, when it is its turn.
+        tasks: the tasks that the model is scored on.
+    """
 
     build: Build
     tasks: tuple[str, ...]

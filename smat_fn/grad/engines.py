@@ -28,9 +28,9 @@ def value_and_grad(loss_fn: LossFn, *, engine: Engine = "func") -> Callable[...,
     agree within rounding.
 
     Returns: a function of (params, *args), and of ``key`` for a loss that takes one; grads have the structure, shapes
-        and dtypes of params, zero for leaves that the loss does not touch. Nothing that comes back holds the graph of
-        this gradient: loss, grads and tensors of aux (any pytree) are detached by "autograd", those of "func" have the
-        graph of transforms and leaves outside.
+        and dtypes of params, zero for leaves that the loss does not touch. With "autograd", loss, grads and tensors of
+        aux (any pytree) are detached. With "func" they are detached from this gradient only; outer transforms still
+        differentiate through them.
     Raises: ValueError for an unknown engine, for a `ModuleLoss` whose module is torch's DDP or has hooks on gradients,
         for leaves that are not floating-point tensors, for a loss function that does not return a pair (0-d loss, aux),
         from "func" for gradient checkpointing, and from "autograd" for a loss without a gradient, such as one computed
@@ -156,7 +156,14 @@ def _recorded(tensor: Tensor) -> Tensor:
 
 
 class Keyed(NamedTuple):
-    """A batch with the parts of its loss's key: the run key, the step, the number of the micro-batch."""
+    """A batch with the parts of its loss's key.
+
+    Attributes:
+        batch: the batch of the loss.
+        run_key: int64 (2,).
+        step: the step, counted from 0.
+        part: number of the micro-batch in its step.
+    """
 
     batch: Batch
     run_key: Tensor

@@ -17,12 +17,19 @@ __all__ = ["Asam", "Info", "State", "build", "climb"]
 
 
 class Info(NamedTuple):
-    """Per-step diagnostics. Nothing here feeds the next step."""
+    """Per-step diagnostics. Nothing here feeds the next step.
 
-    loss: Tensor  # shape=(), at theta
+    Attributes:
+        loss: the loss at theta, shape ().
+        aux: of the loss at theta.
+        grad_norm: norm of the gradient at theta + e before clipping, float32, shape ().
+        climbed_loss: the loss at theta + e, shape ().
+    """
+
+    loss: Tensor
     aux: Aux
-    grad_norm: Tensor  # shape=(), float32, of the gradient at theta + e, before clipping
-    climbed_loss: Tensor  # shape=(), at theta + e
+    grad_norm: Tensor
+    climbed_loss: Tensor
 
 
 def build(

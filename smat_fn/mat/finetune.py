@@ -15,11 +15,17 @@ __all__ = ["Finetune", "Info", "State", "build"]
 
 
 class Info(NamedTuple):
-    """Per-step diagnostics. Nothing here feeds the next step."""
+    """Per-step diagnostics. Nothing here feeds the next step.
 
-    loss: Tensor  # shape=()
+    Attributes:
+        loss: shape ().
+        aux: of the loss.
+        grad_norm: norm of the gradient before clipping, float32, shape ().
+    """
+
+    loss: Tensor
     aux: Aux
-    grad_norm: Tensor  # shape=(), float32, before clipping
+    grad_norm: Tensor
 
 
 def build(

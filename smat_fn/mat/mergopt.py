@@ -23,12 +23,19 @@ STRENGTHS = 6  # a is uniform on {0.1, ..., 0.6}
 
 
 class Info(NamedTuple):
-    """Per-step diagnostics. Nothing here feeds the next step."""
+    """Per-step diagnostics. Nothing here feeds the next step.
 
-    loss: Tensor  # shape=(), at the offset point
+    Attributes:
+        loss: the loss at the offset point, shape ().
+        aux: of the loss.
+        grad_norm: norm of the gradient before clipping, float32, shape ().
+        offset: c, float64, shape ().
+    """
+
+    loss: Tensor
     aux: Aux
-    grad_norm: Tensor  # shape=(), float32, before clipping
-    offset: Tensor  # c, shape=(), float64
+    grad_norm: Tensor
+    offset: Tensor
 
 
 def build(

@@ -21,20 +21,33 @@ Along = Literal["momentum", "gradient"]
 
 
 class State(NamedTuple):
-    """State of the method between steps."""
+    """State of the method between steps.
 
-    params: Params  # expert parameters theta
-    opt_state: Any  # of the optimizer
-    step: int | Tensor  # optimizer steps done; 0-d int64 inside vmap and compile
-    previous: Params = ()  # the gradient of the last step, where the climb follows it
+    Attributes:
+        params: theta, the expert's parameters.
+        opt_state: of the optimizer.
+        step: optimizer steps done; 0-d int64 inside vmap and torch.compile.
+        previous: the gradient of the last step, as params, where the climb follows it; else empty.
+    """
+
+    params: Params
+    opt_state: Any
+    step: int | Tensor
+    previous: Params = ()
 
 
 class Info(NamedTuple):
-    """Per-step diagnostics. Nothing here feeds the next step."""
+    """Per-step diagnostics. Nothing here feeds the next step.
 
-    loss: Tensor  # shape=(), at theta + e
+    Attributes:
+        loss: the loss at theta + e, shape ().
+        aux: of the loss.
+        grad_norm: norm of the gradient at theta + e before clipping, float32, shape ().
+    """
+
+    loss: Tensor
     aux: Aux
-    grad_norm: Tensor  # shape=(), float32, of the gradient at theta + e, before clipping
+    grad_norm: Tensor
 
 
 # over 60 lines: its docstring states equation, cost and arguments

@@ -20,12 +20,19 @@ __all__ = ["Info", "Orthoreg", "State", "build", "penalty", "penalty_and_grad"]
 
 
 class Info(NamedTuple):
-    """Per-step diagnostics. Nothing here feeds the next step."""
+    """Per-step diagnostics. Nothing here feeds the next step.
 
-    loss: Tensor  # shape=(), the task loss
+    Attributes:
+        loss: the task loss, shape ().
+        aux: of the task loss.
+        grad_norm: norm of the gradient of the whole objective before clipping, float32, shape ().
+        penalty: the penalty before lambda_reg, float32 (float64), shape ().
+    """
+
+    loss: Tensor
     aux: Aux
-    grad_norm: Tensor  # shape=(), float32, of the whole objective, before clipping
-    penalty: Tensor  # shape=(), before lambda_reg
+    grad_norm: Tensor
+    penalty: Tensor
 
 
 def build(

@@ -37,13 +37,21 @@ AlphaDepth: TypeAlias = tuple[float, float] | Mapping[str, float] | Callable[[st
 
 
 class Info(NamedTuple):
-    """Per-step diagnostics. Nothing here feeds the next step."""
+    """Per-step diagnostics. Nothing here feeds the next step.
 
-    loss: Tensor  # shape=(), the loss that was differentiated
+    Attributes:
+        loss: the loss that was differentiated, shape ().
+        aux: of the loss; of the clean and of the simulated one with ``lam``.
+        grad_norm: norm of the gradient after reweighting, before clipping, float32, shape ().
+        scale: alpha, float32, shape (); 1 on a clean step.
+        simulated: whether the step was simulated; a 0-d tensor where the state's step is one.
+    """
+
+    loss: Tensor
     aux: Aux
-    grad_norm: Tensor  # shape=(), float32, after reweighting, before clipping
-    scale: Tensor  # alpha, shape=(), float32; 1 on a clean step
-    simulated: bool | Tensor  # 0-d where the state's step is a tensor
+    grad_norm: Tensor
+    scale: Tensor
+    simulated: bool | Tensor
 
 
 def is_simulated(step: Any, period: int) -> Any:
@@ -228,11 +236,11 @@ def build(
         period: t >= 1; 1 simulates every step.
         noise: "uniform", "gaussian" or "laplace".
         alpha_max: alpha is uniform on [alpha_min, alpha_max]; may be a 0-d tensor too.
-        sigma_of: the units of sigma: "weights"; "update", the RMS of ``theta - theta_0`` over all coordinates so far;
-            "leaf", that of each leaf. What N - 1 experts of unrelated updates add to one in a merge by task arithmetic
-            has the RMS ``gamma sqrt(N - 1)`` of their updates: sigma is then gamma sqrt(N - 1). Costs a read of
-            theta and theta_0 in simulated steps; a leaf without an update gets no noise. With climb "both" the update
-            is ``theta + e - theta_0``.
+        sigma_of: unit of sigma. "weights": absolute. "update": multiplied by the current RMS of ``theta - theta_0``
+            over all parameters. "leaf": the same per parameter; one without an update gets no noise. In a merge of N
+            experts with unrelated updates by task arithmetic, the other N - 1 add a change whose RMS is
+            ``gamma sqrt(N - 1)`` times that of one update: that is the sigma to take. Costs a read of theta and theta_0
+            in simulated steps. With climb "both" the update is ``theta + e - theta_0``.
         climb: None; "clean": the gradient of clean steps is that at theta + e; "both": that of simulated steps too.
         rho: radius of the climb, >= 0.
         lam: lambda in [0, 1], may be a 0-d tensor; replaces the schedule.

@@ -20,11 +20,17 @@ from ..types import Aux, Batch, Engine, Micro, Optimizer, Params
 
 
 class State(NamedTuple):
-    """State of a method between steps."""
+    """State of a method between steps.
 
-    params: Params  # expert parameters theta
-    opt_state: Any  # of the optimizer
-    step: int | Tensor  # optimizer steps done; 0-d int64 inside vmap and compile
+    Attributes:
+        params: theta, the expert's parameters.
+        opt_state: of the optimizer.
+        step: optimizer steps done; 0-d int64 inside vmap and torch.compile.
+    """
+
+    params: Params
+    opt_state: Any
+    step: int | Tensor
 
 
 Gradient = Callable[[Params, Batch], tuple[tuple[Tensor, Aux], Params]]

@@ -86,10 +86,10 @@ class SimulatedWeights:
             where: the masked set; None: `smat_fn.where.block_linear` of the module.
 
         Raises:
-            ValueError: as the class; for a module without trained parameters or with sparse gradients, and a base of
-                other names or shapes. In simulated steps, for parameters that were replaced, frozen or unfrozen since,
-                batch norms in train mode, a gradient of the draw before that was not reweighted, and gradients of other
-                passes that a backward pass in a block was added to.
+            ValueError: On construction: as the class; no trained parameter, sparse gradients, an embedding that
+                clips its rows, or a base of other names or shapes. In simulated steps: parameters that were replaced,
+                frozen or unfrozen since, batch norms in train mode, a base that was written to, a gradient of the
+                draw before that was not reweighted, or gradients of other passes that were not cleared before a block.
         """
         if not isinstance(module, nn.Module):
             raise ValueError(f"SimulatedWeights: module is a {type(module).__name__}, must be a torch.nn.Module")

@@ -15,11 +15,17 @@ from .parts.vectors import apply_vector
 
 
 class Adapted(NamedTuple):
-    """A merged model, its coefficients, and how they were found."""
+    """A merged model and its coefficients.
+
+    Attributes:
+        params: the merged model, in base's structure and dtypes.
+        coefs: by expert and leaf; of task-wise ones the leaf is "*".
+        entropy: sum over tasks of the mean entropy of a batch, before every step, in nats.
+    """
 
     params: Params
-    coefs: dict[str, dict[str, float]]  # by expert and leaf; of task-wise ones the leaf is "*"
-    entropy: list[float]  # sum over tasks of the mean entropy of a batch, before every step
+    coefs: dict[str, dict[str, float]]
+    entropy: list[float]
 
 
 # over 60 lines: its docstring explains every argument

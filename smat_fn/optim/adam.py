@@ -18,11 +18,17 @@ from .schedules import schedule_of
 
 
 class AdamState(NamedTuple):
-    """State of Adam and AdamW."""
+    """State of Adam and AdamW.
 
-    step: int | Tensor  # updates done; 0-d int64 inside vmap and compile
-    mu: Params  # first moments, shapes and dtypes of params
-    nu: Params  # second moments, shapes and dtypes of params
+    Attributes:
+        step: updates done; 0-d int64 inside vmap and torch.compile.
+        mu: first moments, of the shapes and dtypes of params.
+        nu: second moments, of the shapes and dtypes of params.
+    """
+
+    step: int | Tensor
+    mu: Params
+    nu: Params
 
 
 def adam(

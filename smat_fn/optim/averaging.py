@@ -12,10 +12,16 @@ from ..types import Optimizer, Params, Schedule
 
 
 class AveragedState(NamedTuple):
-    """State of an optimizer and the average so far."""
+    """State of an optimizer and the average so far.
 
-    step: int | Tensor  # updates done
-    average: Params  # shapes of params, float32 (float64 for float64 leaves)
+    Attributes:
+        step: updates done; 0-d int64 inside vmap and torch.compile.
+        average: of the shapes of params, float32 (float64 for float64 leaves).
+        optimizer: state of the optimizer.
+    """
+
+    step: int | Tensor
+    average: Params
     optimizer: Any
 
 

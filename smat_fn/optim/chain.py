@@ -15,7 +15,11 @@ Transform: TypeAlias = Callable[[Params], Params]
 
 
 class ChainState(NamedTuple):
-    """State of a chain: that of its optimizer."""
+    """State of a `chain`.
+
+    Attributes:
+        optimizer: state of its optimizer.
+    """
 
     optimizer: Any
 

@@ -16,10 +16,16 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration, tor
 
 
 class MuonState(NamedTuple):
-    """State of Muon and of the optimizer of the rest."""
+    """State of Muon and of the optimizer of the rest.
 
-    step: int | Tensor  # updates done; 0-d int64 inside vmap and compile
-    momentum: dict[str, Tensor]  # of the matrices, by path
+    Attributes:
+        step: updates done; 0-d int64 inside vmap and torch.compile.
+        momentum: of the matrices, by path, of their shapes and dtypes.
+        rest: state of the optimizer of the other parameters.
+    """
+
+    step: int | Tensor
+    momentum: dict[str, Tensor]
     rest: Any
 
 

@@ -7,7 +7,12 @@ from ..types import Optimizer, Params, Where
 
 
 class PartitionState(NamedTuple):
-    """States of the two optimizers."""
+    """States of the two optimizers.
+
+    Attributes:
+        chosen: state of the optimizer of the leaves that were picked.
+        rest: state of the other one.
+    """
 
     chosen: Any
     rest: Any

@@ -14,10 +14,15 @@ from .state import draw, simulate
 
 
 class Probe(NamedTuple):
-    """Losses over the same batches."""
+    """Losses over the same batches.
 
-    clean: float  # L(theta)
-    simulated: tuple[float, ...]  # L(theta~), by key
+    Attributes:
+        clean: L(theta).
+        simulated: L(theta~) by key.
+    """
+
+    clean: float
+    simulated: tuple[float, ...]
 
     @property
     def mean(self) -> float:

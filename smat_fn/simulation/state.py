@@ -22,14 +22,23 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 class Draw(NamedTuple):
-    """Draws of alpha, m and epsilon; mask and noise stay implicit: functions of (key, path, coordinate)."""
+    """Draws of alpha, m and epsilon; mask and noise stay implicit: functions of (key, path, coordinate).
 
-    key: Tensor  # shape=(2,), int64
-    scale: Tensor  # alpha, shape=(), float32
-    drop_prob: Tensor  # p, shape=(), float64
-    sigma: Tensor  # RMS of the noise in units of the weights, shape=(), float64
-    noise: Tensor  # quantiles of unit noise by 16-bit field, shape=(65536,), float32; empty for uniform noise
-    factors: Mapping[str, float] = {}  # of alpha, by path; 1 for leaves that are not named
+    Attributes:
+        key: int64 (2,).
+        scale: alpha, float32, shape ().
+        drop_prob: p, float64, shape (); negative in an `opposite`.
+        sigma: RMS of the noise in units of the weights, float64, shape (); negative in an `opposite`.
+        noise: quantiles of unit noise by 16-bit field, float32 (65536,); empty for uniform noise.
+        factors: of alpha, by path; 1 for leaves that are not named.
+    """
+
+    key: Tensor
+    scale: Tensor
+    drop_prob: Tensor
+    sigma: Tensor
+    noise: Tensor
+    factors: Mapping[str, float] = {}
 
 
 def draw(

@@ -22,10 +22,16 @@ NONE: Mapping[str, float] = MappingProxyType({})
 
 
 class Factors(NamedTuple):
-    """ΔW = scale · B A, the change of one matrix."""
+    """ΔW = scale · B A, the change of one matrix.
 
-    a: Tensor  # (rank, inputs)
-    b: Tensor  # (outputs, rank)
+    Attributes:
+        a: A, floating-point (rank, inputs).
+        b: B, floating-point (outputs, rank).
+        scale: finite.
+    """
+
+    a: Tensor
+    b: Tensor
     scale: float = 1.0
 
     @property

@@ -26,7 +26,13 @@ CALIBRATION_COEFS = {
 
 
 class Selection(NamedTuple, Generic[T]):
-    """The chosen candidate, its score, and every (candidate, score) in the order tried."""
+    """A choice among candidates by their scores.
+
+    Attributes:
+        best: the chosen candidate.
+        score: its score.
+        curve: (candidate, score) of every candidate, in the order tried.
+    """
 
     best: T
     score: float
@@ -118,9 +124,15 @@ def _ordered(coefs: Sequence[float]) -> list[float]:
 
 
 class Layered(NamedTuple):
-    """Coefficients by block, their score, and every (block, coefficient, score) in the order tried."""
+    """A choice of a coefficient for each block.
 
-    coefs: dict[str, float]  # by block, "" outside of blocks
+    Attributes:
+        coefs: γ by block, "" outside of blocks.
+        score: of these coefficients.
+        curve: (block, coefficient, score) of every candidate, in the order tried.
+    """
+
+    coefs: dict[str, float]
     score: float
     curve: tuple[tuple[str, float, float], ...]
 
