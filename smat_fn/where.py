@@ -42,15 +42,18 @@ class Picked:
 
 
 def block_linear(module: nn.Module) -> Picked:
-    """The set S of Eq. smat-mask: weights of linear layers inside transformer blocks, found by type and structure.
+    """The set S of Eq. smat-mask: the weight matrices of linear layers inside transformer blocks.
 
-    A block is a module with children in an outermost ``nn.ModuleList``, or in an ``nn.Sequential`` of one type; a list
-    of heads holds none: its name or its modules' type says head, or they all end in a width that nothing takes up
-    again. Linear weights are those of ``nn.Linear``, of transformers' ``Conv1D`` and of ``nn.MultiheadAttention``, and
-    stacked expert or attention weights: 3-D, no side of length 1, no embedding by name. Not in the set: a weight tied
-    to an embedding, convolution kernels, patch merging, and a mixture's gates. Those are routers by their type's name
-    and, beside E stacked or listed experts, whatever maps to E numbers or to one (Qwen2-MoE's ``shared_expert_gate`` is
-    a gate like the router it stands by). Source: paper section 4.1, Mask.
+    A block is a member with children of an outermost ``nn.ModuleList``, or of an ``nn.Sequential`` whose members have one
+    type. Linear layers are ``nn.Linear``, transformers' ``Conv1D``, ``nn.MultiheadAttention``, and stacked weights of
+    experts or of attention (3-D, no side of length 1, not named as an embedding).
+
+    Not in the set: output heads, weights tied to an embedding, convolutions, patch merging, and the gates of mixtures.
+    A list is one of output heads if its name or the types of its members say so, or if no other layer takes the width
+    that they give. A layer is a gate if its type is named a router, or if, beside E experts, it gives E numbers, or one
+    (``shared_expert_gate`` of Qwen2-MoE).
+
+    Source: paper section 4.1, Mask.
     """
     left_out = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
     picked: set[int] = set()
