@@ -44,7 +44,7 @@ class Picked:
 def block_linear(module: nn.Module) -> Picked:
     """The set S of Eq. smat-mask: the weight matrices of linear layers inside transformer blocks.
 
-    A block is a member with children of an outermost ``nn.ModuleList``, or of an ``nn.Sequential`` whose members have one
+    A block is a member with children of an outermost ``nn.ModuleList``, or of an ``nn.Sequential`` of members of one
     type. Linear layers are ``nn.Linear``, transformers' ``Conv1D``, ``nn.MultiheadAttention``, and stacked weights of
     experts or of attention (3-D, no side of length 1, not named as an embedding).
 
