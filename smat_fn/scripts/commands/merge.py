@@ -82,7 +82,7 @@ class Inputs:
     base: Annotated[Path | None, NONE] = None
     """Base checkpoint, with --experts instead of --run: a folder, a .safetensors or .pt file, or a hub name."""
     experts: Annotated[tuple[Path, ...], NONE] = ()
-    """Expert checkpoints or LoRA adapters, with --base instead of --run: as --base, or NAME=one of them.
+    """Expert checkpoints or LoRA adapters, with --base instead of --run: paths like that of --base, or NAME=PATH.
     FOLDER@0.5 sets a weight (ta, ties, dare, dare_ties, della, breadcrumbs, fisher, weighted_average).
     A[0:3]+B[1:4] stacks layers of A and B."""
     vocabulary: Literal["error", "base-rows", "pad-with-base"] = "error"
@@ -91,7 +91,7 @@ class Inputs:
     heads: Literal["error", "keep"] = "error"
     """If an expert's head differs from the base's: error, or merge the rest and write heads/EXPERT.safetensors."""
     partial: bool = False
-    """Experts may be parts of the base, such as a file without a VAE: what they lack is the base's."""
+    """Experts may lack parameters of the base, such as a file without a VAE: those are taken from the base."""
     into: Annotated[str | None, NONE] = None
     """Vision-language model among the inputs (base, or an expert's name): merges its language model with text models
     and copies its other weights."""
@@ -150,8 +150,8 @@ class Outputs:
     shard_size: str = "5GB"
     """Maximum size of a weight file, e.g. 500MB or 5GB."""
     config_from: Annotated[str | None, NONE] = None
-    """Source of the output's config.json and generation_config.json where those of experts differ: base, an
-    expert's name, or a folder."""
+    """Source of the output's config.json and generation_config.json if the experts' files differ: base, an expert's
+    name, or a folder."""
     tokenizer_from: Annotated[str | None, NONE] = None
     """Source of the output's tokenizer: base, union, an expert's name, or a folder. Merges embeddings by token."""
     chat_template: Annotated[str | None, NONE] = None
@@ -171,7 +171,7 @@ class Machine:
     threads: int = 1
     """CPU threads; without --search they share --memory-mib."""
     memory_mib: Annotated[int | None, arg(help_behavior_hint="(default: 72, or 2592 of a GPU)")] = None
-    """Working memory of a merge without --search, in MiB, besides mapped files, with --device cuda the GPU's;
+    """Working memory of a merge without --search, in MiB, besides mapped files (with --device cuda: GPU memory);
     --dry-run prints the need."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device that merges chunks; some mergers have other last bits on a GPU."""

@@ -52,11 +52,10 @@ class ExtractLora:
     rank: Annotated[int | None, arg(help_behavior_hint="(default: none; required without --energy)")] = None
     """Maximum rank of the adapter."""
     energy: Annotated[float | None, NONE] = None
-    """Take for each matrix the smallest rank whose singular values hold this share of their sum of squares, e.g. 0.95;
-    at most --rank."""
+    """Use for each matrix the smallest rank that keeps this share of the squared norm, e.g. 0.95; at most --rank."""
     linear_only: bool = False
-    """Store low-rank factors (of linear layers and embeddings) alone, and no whole modules, which vLLM does not serve;
-    other changes are left out."""
+    """Store only low-rank factors (of linear layers and embeddings), no whole modules, which vLLM does not serve; other
+    changes are left out."""
     only: Annotated[tuple[str, ...], arg(metavar="GLOB ...", help_behavior_hint="(default: all)")] = ()
     """Globs over parameter names; all other parameters keep the base's values."""
     skip: Annotated[tuple[str, ...], arg(metavar="GLOB ...", help_behavior_hint="(default: none)")] = ()
@@ -72,8 +71,7 @@ class MergeAdapters:
     """Merge LoRA adapters of one base into one adapter, without reading the base."""
 
     experts: tuple[Path, ...]
-    """Adapters: folders, or hub names, or NAME=one of them; FOLDER@0.5 sets a weight, 1 for the others: changes are
-    added."""
+    """Adapters: folders, hub names or NAME=PATH. FOLDER@0.5 sets a weight, else 1. Weighted changes are added."""
     out: Path
     """Folder for the adapter."""
     method: Literal[
@@ -142,7 +140,7 @@ class FromRecipe:
     """If embeddings have more or fewer rows than the base's: error; cut to its rows (fewer stay an error); or cut and
     pad with its rows."""
     config_from: Annotated[str | None, arg(help_behavior_hint="(default: the file's, else none)")] = None
-    """Source of config.json where those of models differ: base, a model's name, or a folder."""
+    """Source of config.json if the models' files differ: base, a model's name, or a folder."""
     heads: Annotated[Literal["error", "keep"] | None, arg(help_behavior_hint="(default: the file's, else error)")] = (
         None
     )
@@ -151,7 +149,7 @@ class FromRecipe:
     """Vision-language model among the models (base, or a model's name): merges its language model with text models and
     copies its other weights."""
     partial: bool = False
-    """Models may be parts of the base, such as a file without a VAE: what they lack is the base's."""
+    """Models may lack parameters of the base, such as a file without a VAE: those are taken from the base."""
     memory_mib: int = 72
     """Working memory, in MiB, besides mapped files; --dry-run prints the need."""
     threads: int = 1
@@ -205,7 +203,7 @@ class Statistics:
     base: Annotated[Path | None, arg(help_behavior_hint="(default: that of the run)")] = None
     """Base of the experts."""
     suite_options: Annotated[Values, SUITE] = field(default_factory=dict)
-    """Of model and data. Experts of other tools need: name trace (or short_text, clip8) model BASE data DATA."""
+    """Options of model and data. Experts of other tools need name trace (or short_text, clip8) model BASE data DATA."""
     overwrite: bool = False
     """Replace statistics of other rows or settings."""
     threads: int = 1

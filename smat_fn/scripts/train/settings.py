@@ -137,13 +137,13 @@ class RunSettings:
     label: Annotated[str | None, arg(help_behavior_hint="(default: the method's)")] = None
     """Name of these experts in tables."""
     probe: int = 0
-    """Number of simulated merges (the preset's SMAT hyperparameters) at which to measure each expert's dev loss, with
-    --resume also that of finished experts."""
+    """Measure each expert's dev loss at this number of simulated merges (by the preset's SMAT hyperparameters); with
+    --resume, finished experts' too."""
     offload: Place = "auto"
     """Where SMAT stores the base; results do not change. cpu (the paper's): in pinned host memory, with one buffer on
     the device; device: base and simulated weights on the device; recompute, stream: simulated weights rebuilt block by
-    block, the base on the device or streamed; auto: cpu on a GPU for whole weights where some steps
-    are clean, else device."""
+    block, the base on the device (recompute) or streamed (stream); auto: cpu, if full weights are trained on a GPU and
+    some steps are clean, else device."""
     log: Annotated[
         tuple[Literal["tensorboard", "wandb", "trackio"], ...], arg(help_behavior_hint="(default: none)")
     ] = ()
