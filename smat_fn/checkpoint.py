@@ -28,6 +28,8 @@ SOURCES = "sources.json"  # of a merge: where its inputs lie on this machine; no
 RECIPE = "recipe.yml"  # of a merge: what merge.py repeats it from
 STATISTICS = {kind: f"{kind}.safetensors" for kind in ("fisher", "gram", "adam")}  # beside an expert's weights
 ADAPTED = "adapted_base_fingerprint"  # in manifests of adapters: of the leaves of base that these change
+PROGRESS = "progress.json"  # of a merge that has not ended: its finished files
+NOTE = ".part-"  # begins the names of such files of a merge in parts
 _ADAPTER = {"adapter_model.safetensors", "adapter_config.json"}
 _OF_MERGES = {SOURCES, RECIPE, "README.md"}  # beside the weights that a manifest names
 
@@ -443,8 +445,20 @@ def _strangers(path: Path) -> list[str]:
     adapter = not _ADAPTER.isdisjoint(named) or (_ADAPTER.issubset(there) and WEIGHTS not in there)
     ours |= _ADAPTER if adapter else {WEIGHTS}
     ours |= set() if manifest.get("kind") in ("base", "expert", "snapshot") else _OF_MERGES
+    ours |= {name for name in there if is_note(path / name)}
     ours |= {file for kind, file in STATISTICS.items() if file in there and _holds_statistics(path / file, kind)}
     return [name for name in there if name not in ours]
+
+
+def is_note(file: Path) -> bool:
+    """Whether a file is what a merge notes of its finished files; one that was killed at its end leaves it behind."""
+    if file.name != PROGRESS and not (file.name.startswith(NOTE) and file.suffix == ".json"):
+        return False
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and "shards" in found
 
 
 def _holds_statistics(file: Path, kind: str) -> bool:

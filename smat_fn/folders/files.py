@@ -10,6 +10,8 @@ from queue import SimpleQueue
 from threading import Event
 from typing import NamedTuple
 
+from ..errors import Problems
+
 BLOCK = 1 << 16  # bytes that are read at a time
 FOLLOWED = 1 << 18  # the same beside threads that merge: every block waits for the interpreter's lock
 SAMPLES = 256  # blocks that `sampled` reads: the first and the last are among them
@@ -33,8 +35,12 @@ def identity(file: Path) -> Identity | None:
     return None
 
 
-def changed(seen: Mapping[Path, Identity | None]) -> list[str]:
-    """A problem for every file that is no longer the one that was seen."""
+class Changed(Problems):
+    """Input files changed while they were read. What was noted as finished before is of unchanged files."""
+
+
+def check_unchanged(seen: Mapping[Path, Identity | None]) -> None:
+    """Raises: `Changed` for files that are no longer those that were seen."""
     texts = []
     for file, was in seen.items():
         if (now := identity(file)) != was:
@@ -42,7 +48,8 @@ def changed(seen: Mapping[Path, Identity | None]) -> list[str]:
             if was is not None and now is not None and now.size != was.size:
                 how = f"has {now.size} bytes, it had {was.size}"
             texts.append(f"{file} {how} while it was read: nothing is written, leave inputs unchanged and rerun")
-    return texts
+    if texts:
+        raise Changed(texts)
 
 
 class Hashing:

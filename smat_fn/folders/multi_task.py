@@ -26,7 +26,7 @@ from ..merge.parts.masked import Masked, of_all_tasks
 from ..merge.parts.merger import Merger
 from ..merge.weight_average import WeightAverage
 from ..tree import dtype_name
-from .files import Hashing, changed, identity
+from .files import Hashing, check_unchanged, identity
 from .inputs.diffusion import copied_metadata
 from .inputs.reading import TASKS, Folder, Read, Store, indexed
 from .prepare import SHARD_SIZE, Options, place_problems, prepare
@@ -233,7 +233,7 @@ def _blocks(job: Job, shard: Shard, descriptor: int) -> Iterator[Callable[[], tu
         return path, sums
 
     for path in _paths(shard):
-        errors.raise_problems(changed(job.seen))  # a mapped file that was cut kills the process when it is read
+        check_unchanged(job.seen)  # a mapped file that was cut kills the process when it is read
         size, dtype = job.base.leaves[path].numel(), compute_dtype(job, path)
         for start in range(0, size, arithmetic.BLOCK):
             yield partial(write, path, start, min(start + arithmetic.BLOCK, size), dtype)

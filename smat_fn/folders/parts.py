@@ -13,7 +13,6 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
@@ -22,7 +21,7 @@ import torch
 from .. import __version__, checkpoint, errors
 from ..checkpoint import write_text
 from ..merge.parts.merger import Merger
-from .files import Hashing, sampled
+from .files import Changed, Hashing, check_unchanged, sampled
 from .prepare import Options, prepare
 from .run import Describe, Report, completed, cuttable, kept_if_full, merge_shards, room_problems
 from .streaming.chunks import Job, written
@@ -87,7 +86,8 @@ def merge_part(
 
     Raises:
         ValueError: as `merge_folders`; for another number of parts or other settings than those of the parts before;
-            if this part is running. What other parts have written stays, unless all parts have ended.
+            if this part is running. What other parts have written stays, unless all parts have ended; and all that is
+            finished, if an input changes while it is read.
     """
     begin = time.perf_counter()
     _check_part(part)
@@ -105,7 +105,11 @@ def merge_part(
             errors.raise_problems([*_other_problems(folder, part, decided), *room_problems(folder, shards)])
             running.enter_context(_running(folder, part))
             progress = _notes(folder).get(part.number) or {"parts": part.total, "facts": decided, "shards": {}}
-            save = partial(_save, folder, part, progress)
+
+            def save() -> None:
+                check_unchanged(job.seen)
+                write_text(folder / f"{NOTE}{part.number}.json", json.dumps(progress))
+
             progress["done"] = False
             save()
         progress["shards"] = whole(folder, progress["shards"], mine, job.workers)
@@ -113,6 +117,8 @@ def merge_part(
         try:
             survey = Survey(job, progress, save, {path for shard in mine for path in shard.offsets})
             merge_shards(job, survey, mine, Work(folder, progress, save, hashing))
+        except Changed:
+            raise
         except ValueError:
             with exclusive(out, wait=WAIT):
                 _discard(folder, part, mine)  # it would fail again
@@ -176,6 +182,8 @@ def _complete(
                 for i, file in enumerate(job.seen):
                     hashing.know(file, notes[i % part.total + 1]["inputs"][i // part.total])
             report = completed(job, Survey(job, progress), shards, folder, progress, hashing, describe, begin)
+        except Changed:
+            raise
         except ValueError:
             shutil.rmtree(folder, ignore_errors=True)  # every part would fail again
             raise
@@ -285,10 +293,6 @@ def _notes(folder: Path) -> dict[int, Any]:
     """The notes of all parts that have begun, by index."""
     found = {int(file.stem.removeprefix(NOTE)): file for file in folder.glob(f"{NOTE}*.json")}
     return {index: json.loads(found[index].read_text(encoding="utf-8")) for index in sorted(found)}
-
-
-def _save(folder: Path, part: Part, progress: Mapping[str, Any]) -> None:
-    write_text(folder / f"{NOTE}{part.number}.json", json.dumps(progress))
 
 
 def _discard(folder: Path, part: Part, shards: Sequence[Shard]) -> None:

@@ -17,7 +17,7 @@ from ..checkpoint import write_text
 from ..merge.parts.inputs import check_variances
 from ..merge.parts.masked import of_all_tasks
 from ..merge.parts.merger import Merger, Rule
-from .files import Hashing, changed, followed, size_text
+from .files import Changed, Hashing, check_unchanged, followed, sampled, size_text
 from .prepare import Options, prepare
 from .streaming.chunks import Job, Written, in_order, rule_of, write_order, written
 from .streaming.estimate import memory_bound, memory_problems, seconds_of
@@ -165,11 +165,18 @@ def write_job(
         if describe is not None:
             hashing.begin(job.seen)
         try:
-            work = Work(folder, progress, partial(save_progress, folder, progress), hashing)
+
+            def save() -> None:
+                check_unchanged(job.seen)
+                save_progress(folder, progress)
+
+            work = Work(folder, progress, save, hashing)
             survey = Survey(job, progress, work.save)
             made = (write or merge_shards)(job, survey, shards, work)
             job = job._replace(beside={**job.beside, **made})
             report = completed(job, survey, shards, folder, progress, hashing, describe, begin)
+        except Changed:
+            raise
         except ValueError:
             shutil.rmtree(folder, ignore_errors=True)  # it would fail again
             raise
@@ -210,12 +217,12 @@ def completed(
     """Write all files beside finished shards. Raises: ValueError if an input changed while it was read."""
     size = sum(shard.size - len(shard.header) for shard in shards)
     files = fill(folder, job.beside, shards)
-    errors.raise_problems(changed(job.seen))  # a file that is gone cannot be hashed
+    check_unchanged(job.seen)  # a file that is gone cannot be hashed
     report = _report(job, survey, progress, files, hashing, described=describe is not None)
     report = report._replace(bytes=size, seconds=time.perf_counter() - begin)
     for name, text in (describe or partial(_manifest, job))(files, report).items():
         write_text(folder / name, text)
-    errors.raise_problems(changed(job.seen))  # once all that is said of them has been read
+    check_unchanged(job.seen)  # once all that is said of them has been read
     return report
 
 
@@ -315,22 +322,27 @@ def _writes(job: Job, rule: Rule, shard: Shard, descriptor: int) -> Iterator[Cal
         return done.error, done.change, begin + done.values.nbytes
 
     for path, offset in shard.offsets.items():
-        errors.raise_problems(changed(job.seen))  # a mapped file that was cut kills the process when it is read
+        check_unchanged(job.seen)  # a mapped file that was cut kills the process when it is read
         yield from (partial(write, merge, offset) for merge in write_order(job, rule, path))
 
 
-def _recipe(job: Job, shards: Sequence[Shard], more: str | None) -> str:
-    """A digest of everything that affects the output's bytes; input files count by path and identity."""
-    files = [
-        [name, str(file.resolve()), job.seen[file]]
-        for name, folder in {"": job.base, **job.experts}.items()
-        for file in folder.stores
-    ]
+def _recipe(job: Job, shards: Sequence[Shard], more: str | None) -> dict[str, Any]:
+    """All that affects the output's bytes: a digest of the settings, and the input files by path.
+
+    A file counts by what changes when it is written or replaced, and by a sample of its bytes where its time was set
+    back; not by its time of change alone, which new permissions and links set.
+    """
+    read = [(name, file) for name, folder in {"": job.base, **job.experts}.items() for file in folder.stores]
+    files: dict[str, Any] = {}
+    for _, file in read:
+        now = job.seen[file]
+        known = None if now is None else [now.size, now.modified, now.inode]
+        files[str(file)] = [str(file.resolve()), known, sampled(file)]
     key = None if job.key is None else job.key.tolist()
     headers = [[shard.file, hashlib.sha256(shard.header).hexdigest()] for shard in shards]
     parts = [__version__, job.config.name, job.config.settings(), job.coefs, key, job.device.type]
-    parts += [more, written(job).label, headers, files]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    parts += [more, written(job).label, headers, [[name, str(file)] for name, file in read]]
+    return {"settings": hashlib.sha256(json.dumps(parts).encode()).hexdigest(), "files": files}
 
 
 def room_problems(folder: Path, shards: Sequence[Shard]) -> list[str]:

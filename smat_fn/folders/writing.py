@@ -2,6 +2,7 @@
 
 import glob
 import json
+import logging
 import math
 import os
 import re
@@ -19,12 +20,11 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from .. import checkpoint
-from ..checkpoint import WEIGHTS, write_text
+from ..checkpoint import NOTE, PROGRESS, WEIGHTS, write_text
 from .files import Hashing, digests, identity
 from .inputs.reading import DTYPES
 
-PROGRESS = "progress.json"
-NOTE = ".part-"  # begins the names of notes of parts: see `parts`
+log = logging.getLogger(__name__)
 _sync = getattr(os, "fdatasync", os.fsync)  # macOS has none
 FLUSH = 0.05  # seconds between two flushes of a shard that is being written
 _NUMBERED = re.compile(r"(^|_)\d+_[^/]*/$")
@@ -236,8 +236,8 @@ def work_folder(out: Path) -> Path:
     return out.parent / f".{out.name}.merging"
 
 
-def load_progress(folder: Path, recipe: str, shards: Sequence[Shard], workers: int) -> dict[str, Any]:
-    """The progress of an interrupted merge of this recipe; of any other, an emptied folder and no progress.
+def load_progress(folder: Path, recipe: Mapping[str, Any], shards: Sequence[Shard], workers: int) -> dict[str, Any]:
+    """The progress of an interrupted merge of this recipe; of any other, a warning, an emptied folder and no progress.
 
     A finished shard whose bytes are no longer those that were written is not counted, so it is made again.
 
@@ -247,8 +247,11 @@ def load_progress(folder: Path, recipe: str, shards: Sequence[Shard], workers: i
         raise ValueError(f"{folder} holds parts of an unfinished merge: finish it by --part, or delete it")
     try:
         progress = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
-        if progress["recipe"] == recipe:
+        earlier = progress["recipe"]
+        if earlier == recipe:
             return progress | {"shards": whole(folder, progress["shards"], shards, workers)}
+        if progress["shards"]:
+            log.warning("note: an unfinished merge in %s is discarded: %s", folder, _difference(earlier, recipe))
     except (OSError, ValueError, KeyError, TypeError):
         pass
     shutil.rmtree(folder, ignore_errors=True)
@@ -256,6 +259,14 @@ def load_progress(folder: Path, recipe: str, shards: Sequence[Shard], workers: i
     progress = {"recipe": recipe, "shards": {}}
     save_progress(folder, progress)
     return progress
+
+
+def _difference(earlier: Any, recipe: Mapping[str, Any]) -> str:
+    """How the recipe of an earlier merge differs, in words."""
+    old, new = earlier["files"], recipe["files"]
+    if earlier["settings"] != recipe["settings"] or old.keys() != new.keys():
+        return "it has other settings or inputs"
+    return f"{', '.join(name for name in new if old[name] != new[name])} changed since"
 
 
 def whole(folder: Path, noted: Mapping[str, Any], shards: Sequence[Shard], workers: int) -> dict[str, Any]:
@@ -331,6 +342,17 @@ def recover(out: Path) -> None:
 
 def take_place(folder: Path, out: Path) -> None:
     """The finished folder takes the place of ``out`` (`checkpoint.take_place`), without what a merge keeps in it."""
-    for file in (folder / PROGRESS, *folder.glob(".*"), *folder.rglob("*.part")):  # the others: of killed merges
+    for file in {*folder.glob(".*"), *folder.rglob("*.part")}.difference(_notes(folder)):  # of killed merges
         file.unlink(missing_ok=True)
     checkpoint.take_place(folder, out)
+    tidy(out)
+
+
+def tidy(out: Path) -> None:
+    """Remove what a merge has noted, once ``out`` is in its place: until then every rerun finds the finished files."""
+    for file in _notes(out):
+        file.unlink(missing_ok=True)
+
+
+def _notes(folder: Path) -> list[Path]:
+    return [file for file in folder.glob("*") if checkpoint.is_note(file)]

@@ -80,7 +80,7 @@ def test_an_input_that_changes_during_a_merge_is_told(inputs, tmp_path, monkeypa
     with pytest.raises(ValueError, match=rf"{file} (is gone|was written|has \d+ bytes).*nothing is written"):
         merge_folders(TA, *inputs, tmp_path / "out", describe=lambda files, report: {}, **OPTIONS)
     assert not (tmp_path / "out").exists()
-    assert leftovers(tmp_path) == []
+    assert leftovers(tmp_path) == [".out.merging"]
 
 
 def test_an_input_that_changes_after_its_hash_was_asked_for_is_told(inputs, tmp_path):
@@ -93,14 +93,31 @@ def test_an_input_that_changes_after_its_hash_was_asked_for_is_told(inputs, tmp_
 
     with pytest.raises(ValueError, match="was written to or replaced while it was read"):
         merge_folders(TA, *inputs, tmp_path / "out", describe=describe)
+    assert leftovers(tmp_path) == [".out.merging"]
+
+
+def test_an_input_of_new_permissions_stops_a_merge_which_resumes(inputs, tmp_path, monkeypatch):
+    file, write = next(inputs[1]["sum"].glob("*.safetensors")), run.write_text
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "write_text", lambda *args: (write(*args), file.chmod(0o600)))  # the manifest, at the end
+        with pytest.raises(ValueError, match="was written to or replaced while it was read"):
+            merge_folders(TA, *inputs, tmp_path / "out", **OPTIONS)
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "write_chunk", None)
+        merge_folders(TA, *inputs, tmp_path / "out", **OPTIONS)
+    merge_folders(TA, *inputs, tmp_path / "fresh", **OPTIONS)
+    assert digests(tmp_path / "out") == digests(tmp_path / "fresh")
     assert leftovers(tmp_path) == []
 
 
-def test_a_resumed_merge_begins_again_where_an_input_is_another_of_its_size_and_time(inputs, tmp_path, monkeypatch):
-    interrupted(inputs, tmp_path, monkeypatch)
+def test_a_resumed_merge_begins_again_where_an_input_is_another_of_its_size_and_time(
+    inputs, tmp_path, monkeypatch, caplog
+):
+    folder = interrupted(inputs, tmp_path, monkeypatch)
     file = next(inputs[1]["sum"].glob("*.safetensors"))
     CHANGES["set back"](file)
     merge_folders(TA, *inputs, tmp_path / "out", **OPTIONS)
+    assert caplog.messages == [f"note: an unfinished merge in {folder} is discarded: {file} changed since"]
     merge_folders(TA, *inputs, tmp_path / "fresh", **OPTIONS)
     assert digests(tmp_path / "out") == digests(tmp_path / "fresh")
 

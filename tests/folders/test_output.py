@@ -97,7 +97,7 @@ def test_a_killed_merge_resumes_and_its_lock_is_taken_over(inputs, folders, tmp_
     assert leftovers(tmp_path) == []
 
 
-def test_an_interrupted_merge_of_another_recipe_is_begun_again(inputs, folders, tmp_path, monkeypatch):
+def test_an_interrupted_merge_of_another_recipe_is_begun_again(inputs, folders, tmp_path, monkeypatch, caplog):
     with monkeypatch.context() as patch:
         patch.setattr(run, "take_place", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -106,6 +106,18 @@ def test_an_interrupted_merge_of_another_recipe_is_begun_again(inputs, folders, 
     for name in ("out", "whole"):
         merge_folders(other, *inputs, tmp_path / name, shard_size=150)
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+    work = tmp_path / ".out.merging"
+    assert caplog.messages == [f"note: an unfinished merge in {work} is discarded: it has other settings or inputs"]
+
+
+def test_a_kill_after_the_last_rename_leaves_a_folder_that_can_be_replaced(inputs, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "tidy", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            merge_folders(TA, *inputs, tmp_path / "out")
+    assert (tmp_path / "out" / "progress.json").exists()
+    merge_folders(TA, *inputs, tmp_path / "out", overwrite=True)
+    assert sorted(digests(tmp_path / "out")) == ["manifest.json", "model.safetensors"]
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from smat_fn import checkpoint
 from smat_fn.config import Consensus, Dare, ModelStock, TaskArithmetic, Ties
 from smat_fn.folders import Part, Report, Waiting, merge_folders, merge_part, part_of, parts, run, writing
 from smat_fn.folders.files import BLOCK, SAMPLES, sampled
@@ -175,6 +176,34 @@ def test_a_kill_while_the_folder_is_completed_leaves_it_to_the_next_call(inputs,
             merge_part(TIES, *inputs, tmp_path / "out", Part(2, 2), shard_size=30)
     assert not (tmp_path / "out").exists()
     assert isinstance(merge_part(TIES, *inputs, tmp_path / "out", Part(1, 2), shard_size=30), Report)
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+
+
+def test_a_kill_before_the_last_rename_leaves_it_to_any_part(inputs, tmp_path, monkeypatch):
+    merge_folders(TA, *inputs, tmp_path / "whole", shard_size=30)
+    merge_part(TA, *inputs, tmp_path / "out", Part(1, 2), shard_size=30)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "take_place", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            merge_part(TA, *inputs, tmp_path / "out", Part(2, 2), shard_size=30)
+    assert isinstance(merge_part(TA, *inputs, tmp_path / "out", Part(1, 2), shard_size=30), Report)
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["while it merges", "while it completes"])
+def test_an_input_of_another_time_stops_a_part_which_resumes(inputs, tmp_path, monkeypatch, late):
+    merge_folders(TA, *inputs, tmp_path / "whole", shard_size=30)
+    merge_part(TA, *inputs, tmp_path / "out", Part(1, 2), shard_size=30)
+    work, file = tmp_path / ".out.merging", next(inputs[0].glob("*.safetensors"))
+    touched = {"fill": run.fill} if late else {"write_chunk": run.write_chunk}
+    with monkeypatch.context() as patch:
+        for name, call in touched.items():
+            patch.setattr(run, name, lambda *args, call=call: (file.touch(), call(*args))[1])
+        with pytest.raises(ValueError, match="was written to or replaced while it was read: nothing is written"):
+            merge_part(TA, *inputs, tmp_path / "out", Part(2, 2), shard_size=30)
+    assert json.loads((work / ".part-1.json").read_text())["done"]
+    assert isinstance(merge_part(TA, *inputs, tmp_path / "out", Part(2, 2), shard_size=30), Report)
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
 
 

@@ -34,7 +34,7 @@ from ...folders.inputs.opening import open_input
 from ...folders.inputs.stacks import parts_of
 from ...folders.multi_task import is_several, merge_several, open_several, plan_several, prepare_several
 from ...folders.streaming.chunks import Job
-from ...folders.writing import Shard, exclusive
+from ...folders.writing import Shard, exclusive, tidy
 from ...merge import lines_rules
 from ...merge.parts.masked import of_all_tasks
 from .. import outcome
@@ -124,6 +124,7 @@ def stream_run(configs: Sequence[MergerConfig], order: Order) -> Iterator[tuple[
             folder = order.out / config.name
             if config in kept:
                 with exclusive(folder):  # the lock file of a merge that was killed at its end goes
+                    tidy(folder)
                     yield folder, None
                 continue
             options, describe = _options(config, order), partial(_texts, config, order, origins)
