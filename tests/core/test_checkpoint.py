@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections import OrderedDict
 from pathlib import Path
 from typing import NamedTuple
@@ -395,6 +396,15 @@ def test_a_sweep_takes_the_name_of_a_folder_letter_by_letter(tmp_path):
         (tmp_path / name).mkdir()
     checkpoint.sweep(tmp_path / "a[1]")
     assert [path.name for path in tmp_path.iterdir()] == [".a1.new-6"]
+
+
+def test_a_folder_is_on_the_disk_before_it_takes_its_place(tmp_path, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(os, "fsync", lambda number: flushed.append(Path(os.readlink(f"/proc/self/fd/{number}"))))
+    checkpoint.save_expert(tmp_path / "x", {"w": torch.zeros(2)}, {}, files={"more.json": "{}"})
+    fresh = tmp_path / f".x.new-{os.getpid()}"
+    assert set(flushed[:-2]) == {fresh / file.name for file in (tmp_path / "x").iterdir()}
+    assert flushed[-2:] == [fresh, tmp_path]
 
 
 def test_an_error_of_a_full_disk_names_the_file(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ defaults that --help shows are those of --preset: `train.py smat --preset NAME -
 The same command with --resume continues an interrupted run; the result is bit-identical.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -165,7 +166,7 @@ def train(args: Train, world: "parallel.World") -> None:
     origin = "given" if args.training.lr is not None else f"preset {own.preset}{preset.note and ': '}{preset.note}"
     report(headline(suite, method, training, origin=origin, seed=run.seed, processes=world.size))
     try:
-        with on_signals(second_ends=world.size == 1) as stop:
+        with on_signals(second_ends=world.size == 1 and "SUBMITIT_EXECUTOR" not in os.environ) as stop:
             folders = train_run(suite, method, training, run, stop=stop, world=world, report=report)
     except Interrupted as ended:
         if world.leads:

@@ -1,10 +1,14 @@
 """Run commands in other processes: one per local device, or cluster jobs."""
 
 import os
+import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 
@@ -61,6 +65,8 @@ def local(*, processes: int = 1, devices: Sequence[str] = ()) -> Launcher:
 def submitit_jobs(folder: Path, *, cluster: str | None = None, **parameters: Any) -> Launcher:
     """Every command as a job of a cluster, by the package ``submitit``.
 
+    A job that the cluster preempts, or that reaches its time, is asked to save, and queued again with the same command.
+
     Args: folder: for its files; cluster: None finds Slurm, "debug" runs in this process; parameters: of
         ``AutoExecutor.update_parameters`` (timeout_min, gpus_per_node, slurm_partition...), over `SLURM_DEFAULTS`.
     Raises: ValueError where the package is missing, for parameters that it does not know, and for a job that the
@@ -81,7 +87,7 @@ def submitit_jobs(folder: Path, *, cluster: str | None = None, **parameters: Any
         sent = {}
         for job in jobs:
             try:
-                sent[executor.submit(_run, job)] = job
+                sent[executor.submit(_Attempt(job))] = job
             except submitit.core.utils.FailedSubmissionError as error:
                 begun = "".join(f", {known.name} is job {own.job_id}" for own, known in sent.items())
                 raise ValueError(
@@ -100,5 +106,39 @@ def _start(job: Job, environment: Mapping[str, str]) -> subprocess.Popen:
         return subprocess.Popen(job.command, env={**os.environ, **environment}, stdout=log, stderr=subprocess.STDOUT)
 
 
-def _run(job: Job) -> int:
-    return _start(job, {}).wait()
+@dataclass(frozen=True)
+class _Attempt:
+    """A job of submitit: signals of the cluster ask its command to save and end, which the job waits for."""
+
+    job: Job
+
+    def __call__(self) -> int:
+        if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+            return _start(self.job, {}).wait()
+        asked, running = dict[int, None](), list[subprocess.Popen]()
+
+        def forward(number: int, frame: FrameType | None) -> None:
+            asked[number] = None
+            for process in running:
+                process.terminate()
+
+        signals = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
+        before: dict[int, Any] = {number: signal.signal(number, forward) for number in signals}
+        try:
+            running.append(_start(self.job, {}))
+            if asked:  # while it started
+                running[0].terminate()
+            status = running[0].wait()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        for number in asked:
+            if callable(before[number]):
+                signal.raise_signal(number)  # submitit queues the job again, or ignores it
+        return status
+
+    def checkpoint(self) -> Any:
+        """The protocol of submitit: the next attempt is the same command, which resumes."""
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(self)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -47,6 +48,7 @@ class Log:
     trackers: Sequence[str] = ()
     run: str = ""  # the expert's name there
     config: Mapping[str, Any] = field(default_factory=dict)  # its settings, for trackers
+    report: Callable[[str], None] = lambda line: None  # gets a line where ``path`` lacks lines
 
     def __post_init__(self) -> None:
         known = self.before or {"run_id": uuid.uuid4().hex, "totals": {}, "peak_memory_bytes": 0}
@@ -54,13 +56,16 @@ class Log:
         self._losses: list[tuple[int, Tensor]] = []  # since the last line
         self._amount: int | Tensor = 0
         self._due: Callable[..., None] | None = None  # reads the line before, of step
-        self._due_at = -1
+        self._due_at = known.get("logged", -1)
         self._newest: tuple[int, Any] = (self.start - 1, math.nan)  # step and loss
         self._last: dict[str, Any] | None = None
         self.largest_norm = 0.0  # of the gradients in lines so far
 
     def __enter__(self) -> "Log":
-        keep_lines(self.path, before=self.start)
+        last = keep_lines(self.path, before=self.start)
+        if last < self._due_at:
+            lost = f"step {self._due_at}" if last + 1 == self._due_at else f"steps {last + 1} to {self._due_at}"
+            self.report(f"note: {self.path} lacks the lines of {lost}, lost in a crash: the expert is not affected")
         facts = {"out": self.path.parent, "run": self.run, "run_id": self._run_id, "start": self.start}
         self._trackers: list[Tracker] = []
         with ExitStack() as begun:  # those before one that cannot begin are closed
@@ -172,8 +177,10 @@ class Log:
         self._read()
         self._check(self._losses)
         self._write()
+        os.fsync(self._file.fileno())  # as the checkpoint is
         return {
             "run_id": self._run_id,
+            "logged": self._due_at,
             "totals": self.watch.totals(),
             "peak_memory_bytes": self._memory().get("peak_memory_bytes", 0),
         }
@@ -224,10 +231,13 @@ def amount_of(batch: Batch) -> tuple[str, int | Tensor]:
     return "examples", next((len(t) for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.ndim), 1)
 
 
-def keep_lines(path: Path, *, before: int) -> None:
-    """The log without lines of step ``before`` and later, and without a partly written line."""
+def keep_lines(path: Path, *, before: int) -> int:
+    """The log without lines of step ``before`` and later, and without a partly written line.
+
+    Returns: the step of the last line, -1 without one.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    kept = []
+    kept, last = [], -1
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if before and path.exists() else ():
         try:
             row = json.loads(line)
@@ -235,4 +245,6 @@ def keep_lines(path: Path, *, before: int) -> None:
             break
         if row.get("step", before) < before:
             kept.append(line)
+            last = row["step"]
     write_text(path, "".join(kept))
+    return last

@@ -94,6 +94,8 @@ def check_run(
     if training.dev is not None and (own := [n for n in KEEPS if getattr(run, n)]):
         problems.append(f"{' and '.join(own)}: with eval_every the best state is the expert, leave one of them out")
     problems += ["no tasks: name at least one"] if not tasks else []
+    if run.out.is_symlink() and not run.out.exists():
+        problems.append(f"out is {run.out}, a link that leads nowhere: make the folder that it names, or remove it")
     problems += [f"task {task!r} is named twice" for task in dict.fromkeys(tasks) if tasks.count(task) > 1]
     taken = checkpoint.BASE, checkpoint.SNAPSHOTS
     problems += [

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product, zip_longest
@@ -35,6 +35,8 @@ from .noise_level import coarse_line, perturbed, settled, update_rms
 from .options import RunOptions, check_run, snapshot_folder
 from .snapshots import Saver, Snapshot, Stop
 from .variants import adapters_of, asked, numbers
+
+WAIT = 600.0  # seconds for another process that writes the base
 
 
 class Expert(NamedTuple):
@@ -144,7 +146,7 @@ def train_run(
     Raises:
         ValueError: as `check_run`; for experts of another base in ``run.out``, and for experts of other settings that
             a resumed run finds there; for tasks that another process trains there; for a loss or weights that are not
-            finite.
+            finite; for an expert that cannot be written.
         Interrupted: when ``stop`` asked for it.
     """
     if world.leads:  # the others would meet what it writes
@@ -153,12 +155,16 @@ def train_run(
     for line in cut_notes(suite, run.tasks) if world.leads else ():
         report(line)
     tell = report if world.leads else lambda line: None
-    method, origin = settled(suite, method, training, run, world=world, report=tell)
+    text = "before the first step: rerun the command"
+    # of several processes the others would wait for the one that ends
+    with stop.at_once(text) if stop is not None and world.size == 1 else nullcontext():
+        find = partial(settled, suite, training=training, run=run, world=world, report=tell)
+        method, origin = find(method)
+        if run.probe and run.probe_at is not None and asked(run.probe_at):
+            at = method if origin else find(run.probe_at, probe=True)[0]
+            run = replace(run, probe_at=replace(run.probe_at, sigma=settings(at)["sigma"]))
     if world.leads and (line := coarse_line(suite.base, method, training, above=0.5)):
         report(f"warning: {line}; --precision fp32 keeps the noise, and small updates too")
-    if run.probe and run.probe_at is not None and asked(run.probe_at):
-        at = method if origin else settled(suite, run.probe_at, training, run, probe=True, world=world, report=tell)[0]
-        run = replace(run, probe_at=replace(run.probe_at, sigma=settings(at)["sigma"]))
     experts = _experts(suite, method, run, plans, origin, world)
     _same_everywhere(world, experts)
     for line in never_simulated(method, {expert.task: expert.training.steps or 0 for expert in experts}):
@@ -169,7 +175,8 @@ def train_run(
             if run.resume:
                 _check_resumed(run, experts, report)
             origin = experts[0].facts["base_fingerprint"]
-            _write_base(run.out / checkpoint.BASE, suite, origin, overwrite=run.overwrite)
+            with _locked_base(run.out):
+                _write_base(run.out / checkpoint.BASE, suite, origin, overwrite=run.overwrite)
             for task in run.tasks if run.overwrite else ():
                 snapshots.replace_expert(run.out, task)
         for expert in experts:
@@ -184,6 +191,21 @@ def _hold(run: RunOptions, held: ExitStack) -> None:
         taken = f"{task} is trained in {run.out} by another process: wait for it, or delete {file} if there is none"
         with suppress(OSError):  # a cluster's disk may have no locks
             held.enter_context(locked(file, taken))
+
+
+@contextmanager
+def _locked_base(out: Path) -> Iterator[None]:
+    """Hold the lock of the base of ``out``, whose other tasks other processes may train; leftovers of killed ones go.
+
+    Raises: ValueError where one still writes it after `WAIT` seconds.
+    """
+    base, file = out / checkpoint.BASE, out / f".{checkpoint.BASE}.lock"
+    taken = f"{base} is written by another process: wait for it, or delete {file} if there is none"
+    with ExitStack() as held:
+        with suppress(OSError):  # as in `_hold`
+            held.enter_context(locked(file, taken, wait=WAIT))
+            checkpoint.sweep(base)
+        yield
 
 
 def planned(
@@ -278,17 +300,23 @@ def _train_one(
     if not world.leads:
         train()
         return
-    with _log(suite, run, expert, last) as log:
+    with _log(suite, run, expert, last, report) as log:
         try:
             params = train(log=log, on_state=kept)
             tree.check_finite(tree.flatten(params), f"the {task} expert")
         except ValueError as error:
-            raise ValueError("; ".join(filter(None, (str(error), saver.where())))) from error
+            where = saver.where() if str(saver.path) not in str(error) else None  # that file is damaged
+            raise ValueError("; ".join(filter(None, (str(error), where)))) from error
         finally:
             saver.wait()  # after an exception too: nothing appears later, in a run that begins anew
         tell = partial(_manifest, suite, method, run, expert, params, log, curve, world, report)
         again = run.overwrite or not snapshots.finished(run.out, task)
-        save(suite, run.out / task, expert, params, tell, overwrite=again, moments=kept.moments)
+        try:
+            save(suite, run.out / task, expert, params, tell, overwrite=again, moments=kept.moments)
+        except OSError as error:  # such as a full disk
+            text = f"{run.out / task} cannot be written ({error.strerror or error.__cause__ or error})"
+            last_good = saver.where() or "there is no training checkpoint"
+            raise ValueError(f"{text}; {last_good}: free space there, and rerun with --resume") from error
     _forget_replaced(run, task)
     saver.discard()
 
@@ -394,7 +422,7 @@ def _same_everywhere(world: World, experts: Sequence[Expert]) -> None:
     )
 
 
-def _log(suite: Suite, run: RunOptions, expert: Expert, last: Snapshot | None) -> Log:
+def _log(suite: Suite, run: RunOptions, expert: Expert, last: Snapshot | None, report: Callable[[str], None]) -> Log:
     """The log of an expert, continued after its checkpoint if there is one; peaks of memory count from here."""
     device, task, training = next(iter(suite.base.values())).device, expert.task, expert.training
     reset_peak(device)
@@ -410,6 +438,7 @@ def _log(suite: Suite, run: RunOptions, expert: Expert, last: Snapshot | None) -
         rows=None if batch_rows is None else lambda step: batch_rows(task, key, step),
         start=0 if last is None else last.step,
         before=None if last is None else last.progress,
+        report=report,
         trackers=run.log,
         run=f"{expert.facts['label']}-{task}-seed{run.seed}",
         config=expert.facts,
@@ -426,6 +455,7 @@ def _check_resumed(run: RunOptions, experts: Sequence[Expert], report: Callable[
     out, problems, edited, damaged, moved = run.out, list[str](), list[str](), list[str](), dict[str, None]()
     for task, _, _, facts in experts:
         checkpoint.sweep(out / task)
+        checkpoint.sweep(snapshots.path_of(out, task))
         last, path = snapshots.read(snapshots.path_of(out, task)), out / task
         ended = snapshots.finished(out, task)
         if not ended and not is_free(path) and not snapshots.replaced(out, task).exists():
@@ -456,7 +486,6 @@ def _check_resumed(run: RunOptions, experts: Sequence[Expert], report: Callable[
         elif other == {"head"}:  # which settings choose too
             what = "rows that no step trains on, but of which its head is made,"
             edited.append(f"{now['from']} {begun}: {what} are others")
-    checkpoint.sweep(out / checkpoint.BASE)
     if problems:
         problems.append("give the settings it was started with, or choose another --out")
     if edited:

@@ -1,6 +1,7 @@
 """Sigma from the size of updates: measured on a run of ft beside, estimated by short ones, kept when resumed."""
 
 import shutil
+import signal
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from smat_fn.config import DIGITS, Adapters, Finetune, Training
 from smat_fn.scripts.analyse import weights
 from smat_fn.scripts.train import noise_level
 from smat_fn.scripts.train.options import RunOptions, check_run, experts_to_merge
-from smat_fn.scripts.train.snapshots import Interrupted, Stop
+from smat_fn.scripts.train.snapshots import Interrupted, Stop, on_signals
 from smat_fn.scripts.train.training import train_run
 
 SMAT = replace(DIGITS.methods["smat"], sigma="auto")
@@ -46,6 +47,13 @@ def test_sigma_is_that_of_a_run_of_ft_beside_it(suite, runs, train, tmp_path):
     train(tmp_path / "again", method=SMAT, tasks=("rot90",), report=told.append)
     said = next(line for line in told[1:] if line.startswith("sigma auto"))
     assert said.endswith("updates in a-other-rate (learning rate 0.001, here 0.0005) at gamma 0.3")
+
+
+def test_a_signal_ends_the_estimate_at_once(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(noise_level, "train_expert", lambda *a, **options: signal.raise_signal(signal.SIGTERM))
+    told = r"^stopped by signal 15 before the first step: rerun the command$"
+    with pytest.raises(Interrupted, match=told), on_signals() as stop:
+        train(tmp_path, method=SMAT, tasks=("rot90",), stop=stop)
 
 
 def test_sigma_is_estimated_where_there_is_no_run_of_ft(suite, train, tmp_path):

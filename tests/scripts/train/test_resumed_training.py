@@ -1,5 +1,6 @@
 """Training that ended early resumes to the same bits: weights, log, nothing twice, nothing lost."""
 
+import errno
 import json
 import os
 import random as python_random
@@ -16,13 +17,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from smat_fn import checkpoint, machine, optim, testing
 from smat_fn.config import DIGITS, Adapters, Msam, Training
 from smat_fn.folders.writing import locked
 from smat_fn.mat.finetune import State
 from smat_fn.scripts.merge.inputs import all_inputs
-from smat_fn.scripts.train import snapshots
+from smat_fn.scripts.train import snapshots, training
 from smat_fn.scripts.train.logs import Log
 from smat_fn.scripts.train.snapshots import Interrupted, Saver, Stop
 
@@ -292,25 +294,26 @@ def test_asked_to_stop_it_saves_at_once_and_says_where(train, tmp_path, monkeypa
     assert [row["step"] for row in log_of(tmp_path, "rot90")] == [0, 1, 2]
 
 
-def test_a_signal_ends_what_comes_before_the_first_step_at_once(runs, train, suite, tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_a_signal_ends_what_comes_before_the_first_step_at_once(runs, train, suite, tmp_path, monkeypatch, number):
     asked, batch = [], suite.batch
 
     def prepares(task, key, step):
         asked.append(step)
         if len(asked) == 1:
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(number)
             asked.append("on")
         return batch(task, key, step)
 
     monkeypatch.setattr(suite, "batch", prepares)
     with (
         pytest.raises(
-            Interrupted, match=r"^stopped by signal 15 before step 1 of rot90: continue with --resume$"
+            Interrupted, match=rf"^stopped by signal {number:d} before step 1 of rot90: continue with --resume$"
         ) as caught,
         snapshots.on_signals() as stop,
     ):
         train(tmp_path, tasks=("rot90",), stop=stop)
-    assert (asked, caught.value.status) == ([0], 143)
+    assert (asked, caught.value.status) == ([0], 128 + number)
     train(tmp_path, tasks=("rot90",), resume=True)
     assert weights_of(tmp_path, "rot90") == weights_of(runs["smat"], "rot90")
 
@@ -425,6 +428,52 @@ def test_one_process_at_a_time_trains_a_task_in_a_folder(train, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_one_process_at_a_time_writes_the_base_and_removes_what_killed_ones_left(train, tmp_path, monkeypatch):
+    left = tmp_path / ".base.new-1"
+    left.mkdir()
+    monkeypatch.setattr(training, "WAIT", 0.01)
+    options = {"name": "ft", "tasks": ("rot90",), "resume": True}
+    with locked(tmp_path / ".base.lock", ""), pytest.raises(ValueError, match="base is written by another process: wa"):
+        train(tmp_path, **options)
+    assert left.exists()  # of the process that holds the lock
+    train(tmp_path, **options)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_an_expert_that_cannot_be_written_names_its_checkpoint(runs, train, tmp_path, monkeypatch):
+    options = {"name": "ft", "tasks": ("rot90",), "save_every_steps": 4}
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "save", lambda *args, **options: full_disk())
+        path = snapshots.path_of(tmp_path, "rot90")
+        told = (
+            rf"rot90 cannot be written \(No space left .*\); the last good state, after 4 steps, is {path}: free space"
+        )
+        with pytest.raises(ValueError, match=f"{told} there, and rerun with --resume$"):
+            train(tmp_path, **options)
+    train(tmp_path, **options, resume=True)
+    assert weights_of(tmp_path, "rot90") == weights_of(runs["ft"], "rot90")
+
+
+def full_disk():
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_folder_that_is_a_link_to_nowhere_is_an_error_before_training(train, tmp_path):
+    (tmp_path / "run").symlink_to(tmp_path / "disk-that-is-not-mounted")
+    with pytest.raises(ValueError, match=r"out is .*/run, a link that leads nowhere: make the folder that it"):
+        train(tmp_path / "run", "ft", tasks=("rot90",))
+
+
+def test_lines_that_the_log_lost_are_named(train, tmp_path, monkeypatch):
+    after(monkeypatch, 4, kill)
+    with pytest.raises(Killed):
+        train(tmp_path, "ft", tasks=("rot90",), save_every_steps=4)
+    log, told = tmp_path / "rot90.log.jsonl", []
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:2]))  # as after a power cut
+    train(tmp_path, "ft", tasks=("rot90",), resume=True, report=told.append)
+    assert f"note: {log} lacks the lines of steps 2 to 3, lost in a crash: the expert is not affected" in told
+
+
 def test_a_bad_loss_keeps_the_last_good_state_and_says_where(suite, train, tmp_path):
     def broken(task, key, step):
         images, labels = suite.batch(task, key, step)
@@ -477,6 +526,51 @@ def test_a_snapshot_holds_the_whole_state_and_is_a_copy(tmp_path):
     saver.discard()
     assert list(tmp_path.iterdir()) == []
     assert saver.where() is None
+
+
+def test_a_flipped_bit_in_a_checkpoint_is_an_error(tmp_path):
+    saver = Saver(tmp_path / "a.safetensors", {})
+    fresh = State({"w": torch.zeros(3)}, (), 0)
+    saver.save(State({"w": torch.ones(3)}, (), 1), {})
+    saver.wait()
+    saver.path.write_bytes(saver.path.read_bytes()[:-1] + b"\xbf")  # -1.0
+    with pytest.raises(
+        ValueError, match=r"a\.safetensors is damaged \(CRC-32 .*: put back a copy, or remove"
+    ):
+        snapshots.restore(saver.path, fresh)
+    with safe_open(saver.path, framework="pt") as store:  # as earlier code wrote it
+        leaves, facts = {name: store.get_tensor(name) for name in store.keys()}, store.metadata()["facts"]  # noqa: SIM118
+    snapshots.save_file(leaves, saver.path, metadata={"facts": facts})
+    assert snapshots.restore(saver.path, fresh).params["w"].tolist() == [1.0, 1.0, -1.0]
+
+
+def test_a_damaged_checkpoint_is_not_resumed_and_not_called_the_last_good_state(train, tmp_path, monkeypatch):
+    after(monkeypatch, 4, kill)
+    with pytest.raises(Killed):
+        train(tmp_path, "ft", tasks=("rot90",), save_every_steps=4)
+    file = snapshots.path_of(tmp_path, "rot90")
+    file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
+    with pytest.raises(ValueError, match=r"rot90\.resume\.safetensors is damaged .* from the start$"):
+        train(tmp_path, "ft", tasks=("rot90",), resume=True)
+    assert not (tmp_path / "rot90").exists()
+
+
+def test_a_checkpoint_that_cannot_be_opened_is_not_called_missing(tmp_path):
+    (tmp_path / "a.safetensors").mkdir()
+    with pytest.raises(ValueError, match=r"cannot be opened \(Is a directory\): .* make it readable and rerun$"):
+        snapshots.read(tmp_path / "a.safetensors")
+
+
+def test_a_checkpoint_has_the_permissions_of_other_files_and_no_leftovers(train, tmp_path, monkeypatch):
+    left = tmp_path / ".rot90.resume.safetensors.new-1"
+    left.mkdir()
+    (left / ".tmpAbC").write_bytes(b"of a process that was killed")  # as safetensors names its own
+    after(monkeypatch, 4, kill)
+    with pytest.raises(Killed):
+        train(tmp_path, "ft", tasks=("rot90",), save_every_steps=2, resume=True)
+    (tmp_path / "plain").touch()
+    assert snapshots.path_of(tmp_path, "rot90").stat().st_mode == (tmp_path / "plain").stat().st_mode
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_a_snapshot_is_written_beside_training_and_replaces_the_last_one_whole(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -240,6 +241,39 @@ def test_jobs_of_a_cluster(script, tmp_path):
     jobs = [Job(name, (sys.executable, str(script), name), tmp_path / f"{name}.log") for name in ("one", "two")]
     launch = launching.submitit_jobs(tmp_path / "submitit", cluster="debug", timeout_min=1)
     assert {job.name: status for job, status in launch(jobs)} == {"one": 0, "two": 3}
+
+
+PREEMPTED = """
+import os, signal, sys, time
+from pathlib import Path
+begun = Path(sys.argv[1])
+if not begun.exists():
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(print("saved")))
+    begun.touch()
+    os.kill(os.getppid(), signal.SIGUSR2)
+    time.sleep(60)
+print("resumed")
+"""
+
+
+def test_a_preempted_job_waits_until_its_command_has_saved(tmp_path):
+    job = Job("one", (sys.executable, "-c", PREEMPTED, str(tmp_path / "begun")), tmp_path / "one.log")
+    asked = []
+    before = signal.signal(signal.SIGUSR2, lambda *_: asked.append(job.log.read_text()))  # as submitit's own
+    try:
+        assert launching._Attempt(job)() == 0
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert asked == ["saved\n"]
+
+
+@pytest.mark.slow  # submitit asks every ten seconds
+def test_a_preempted_job_is_queued_again(tmp_path):
+    pytest.importorskip("submitit")
+    job = Job("one", (sys.executable, "-c", PREEMPTED, str(tmp_path / "begun")), tmp_path / "one.log")
+    launch = launching.submitit_jobs(tmp_path / "submitit", cluster="local", timeout_min=2, gpus_per_node=0)
+    assert list(launch([job])) == [(job, 0)]
+    assert job.log.read_text() == "saved\nresumed\n"
 
 
 def test_what_a_cluster_does_not_take_is_told(tmp_path, monkeypatch):
