@@ -232,7 +232,7 @@ def main(args: Merge) -> None:
 
     from smat_fn.merge import CALIBRATION_COEFS
     from smat_fn.merge.parts.masked import of_all_tasks
-    from smat_fn.scripts.merge.inputs import all_inputs, manifests_of, trained_by, weight_of, weighted
+    from smat_fn.scripts.merge.inputs import all_inputs, manifests_of, sigma_note, trained_by, weight_of, weighted
 
     torch.set_num_threads(args.machine.threads)
     base, experts = (
@@ -240,7 +240,8 @@ def main(args: Merge) -> None:
     )
     pairs = [weight_of(expert) for expert in experts]
     experts, weights = [path for path, _ in pairs], [weight for _, weight in pairs]
-    preset = preset_of(args.choice.preset or trained_by(manifests_of(experts)))
+    manifests = manifests_of(experts)
+    preset = preset_of(args.choice.preset or trained_by(manifests))
     configs = weighted(mergers(args, preset), base, experts, weights)
     _check_grid(args.choice, configs, args.merger)
     cli.with_named(args.choice.suite_options, data=args.choice.data)
@@ -268,6 +269,8 @@ def main(args: Merge) -> None:
         own, tokens = args.inputs, args.output.tokenizer_from
         heads = "keep" if merge is in_memory and has_heads(preset.suite) else own.heads
         rows = rows_of(base, experts, vocabulary=own.vocabulary, heads=heads, tokenizer_from=tokens, method="experts")
+    if note := sigma_note(manifests):
+        print(f"note: {note}", flush=True)
     for line in merge(args, preset, configs, base, experts):
         print(line, flush=True)
     if plot and not args.output.dry_run:

@@ -119,6 +119,15 @@ def trained_by(manifests: Mapping[str, Mapping[str, Any]]) -> str:
     return next(iter(found), "digits")
 
 
+def sigma_note(manifests: Mapping[str, Mapping[str, Any]]) -> str:
+    """A note on experts of SMAT that were trained with different sigma; an empty text where they have one."""
+    smat = {Path(name).name: own for name, own in manifests.items() if own.get("method") == "smat"}
+    found = {name: own["hyperparameters"].get("sigma") for name, own in smat.items()}
+    if len(set(found.values())) < 2:
+        return ""
+    return f"the experts were trained with different sigma ({', '.join(f'{name} {s}' for name, s in found.items())})"
+
+
 def manifests_of(experts: Sequence[Path]) -> dict[str, dict[str, Any]]:
     """The manifests of those experts that train.py wrote, by folder."""
     return {str(path): manifest for _, path in map(named, experts) if (manifest := manifest_of(path))}
