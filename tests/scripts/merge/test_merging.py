@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+import sys
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -34,6 +35,7 @@ from smat_fn.evaluate import Scorer
 from smat_fn.folders.inputs.opening import read_inputs
 from smat_fn.scripts.analyse import scores
 from smat_fn.scripts.analyse.runs import Run, merged_params
+from smat_fn.scripts.commands import merge as command
 from smat_fn.scripts.merge import commands, merging, settings, streaming
 from smat_fn.scripts.merge import suite as suite_of
 from smat_fn.scripts.merge.choosing import Merged, calibrate, merge_one
@@ -89,6 +91,21 @@ def test_a_merged_model_is_what_the_merger_gives_in_memory(merged, runs, suite):
         assert same(stored, model.params)
         assert manifest["fingerprint"] == checkpoint.fingerprint(stored)
         assert model.dev == {task: suite.score(stored, task, "dev") for task in TWO}
+
+
+def test_experts_of_different_sigma_are_noted(runs, tmp_path, monkeypatch, capsys):
+    shutil.copytree(runs["smat"], run := tmp_path / "smat")
+    monkeypatch.setattr(sys, "argv", ["merge.py", "wa", "--run", str(run), "--out", str(tmp_path), "--dry-run"])
+    for sigma in (None, 0.02):
+        if sigma is not None:
+            manifest = checkpoint.load_manifest(run / "mirror")
+            manifest["hyperparameters"]["sigma"] = sigma
+            (run / "mirror" / "manifest.json").write_text(json.dumps(manifest))
+        command.command("merge.py", ())
+        said = capsys.readouterr().out
+        assert (
+            ("note: the experts were trained with different sigma (" in said) == ("mirror 0.02" in said) == bool(sigma)
+        )
 
 
 def test_the_same_inputs_merge_to_the_same_bits_and_another_seed_masks_otherwise(merged, runs, tmp_path):

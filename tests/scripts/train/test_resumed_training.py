@@ -534,9 +534,7 @@ def test_a_flipped_bit_in_a_checkpoint_is_an_error(tmp_path):
     saver.save(State({"w": torch.ones(3)}, (), 1), {})
     saver.wait()
     saver.path.write_bytes(saver.path.read_bytes()[:-1] + b"\xbf")  # -1.0
-    with pytest.raises(
-        ValueError, match=r"a\.safetensors is damaged \(CRC-32 .*: put back a copy, or remove"
-    ):
+    with pytest.raises(ValueError, match=r"a\.safetensors is damaged \(CRC-32 .*: put back a copy, or remove"):
         snapshots.restore(saver.path, fresh)
     with safe_open(saver.path, framework="pt") as store:  # as earlier code wrote it
         leaves, facts = {name: store.get_tensor(name) for name in store.keys()}, store.metadata()["facts"]  # noqa: SIM118
