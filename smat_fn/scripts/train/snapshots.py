@@ -9,7 +9,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -305,7 +305,8 @@ class Saver:
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     try:
-        path.open("rb").close()  # safetensors calls every file that it cannot open a missing one
+        with suppress(FileNotFoundError):
+            path.open("rb").close()  # safetensors calls every file that it cannot open a missing one
     except OSError as error:
         raise ValueError(
             f"{path} cannot be opened ({error.strerror}): it holds the state of training, make it readable and rerun"
