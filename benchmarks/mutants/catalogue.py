@@ -42,6 +42,7 @@ MUTANTS = [
     ),
     *_of(
         "simulation/state.py",
+        ("0 < max_norm < math.inf", "0 <= max_norm < math.inf"),
         ("alpha_min == 1 and drop_prob == 0 and sigma == 0", "alpha_min == 1 and drop_prob == 0"),
         ("starts.get(path, 0)", "0"),
         ("type(start) is int and start >= 0", "type(start) is int and start >= -1"),
@@ -290,7 +291,6 @@ MUTANTS = [
         "optim/chain.py",
         ("clip(grads, max_norm)[0]", "grads"),
         ("for transform in transforms", "for transform in reversed(transforms)"),
-        ("0 < max_norm < math.inf", "0 <= max_norm < math.inf"),
         ("any(isinstance(t, Optimizer) for t in transforms)", "all(isinstance(t, Optimizer) for t in transforms)"),
     ),
     # mergers
