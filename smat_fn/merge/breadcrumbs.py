@@ -96,7 +96,7 @@ class Breadcrumbs(Sparse):
     coef: float | None = None
     """gamma, the factor of the merged update. Presets have none: set it, or choose it on dev with --search."""
     count: Count = "dropped"
-    """Round down the number of dropped coordinates, or, as in mergekit, of kept ones."""
+    """Which number of coordinates is rounded down: that of the dropped ones, or of the kept ones as in mergekit."""
     aggregate: Aggregate = field(default="sum", kw_only=True)
     """Sum of the weighted changes, or their mean over the weights."""
     elect: bool = field(default=False, kw_only=True)

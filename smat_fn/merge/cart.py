@@ -75,11 +75,11 @@ class Cart(OfMatrices):
     function = staticmethod(cart)
     based = False
     coef: float | None = None
-    """gamma, the factor of the merged update. Presets have none: set it, or choose it on dev with --search."""
+    """gamma, the factor of the summed differences. Presets have none: set it, or choose it on dev with --search."""
     share: float = 0.08
-    """Share of the singular values of every difference that is kept."""
+    """Share of the singular values to keep of each difference."""
     skip: tuple[str, ...] = ()
-    """Globs of matrices that are averaged only, such as embeddings too large for a decomposition: "*embed*"."""
+    """Globs of matrices to average instead, such as embeddings too large to decompose: "*embed*"."""
 
     def rule(self, leaves: Mapped) -> Rule:
         def mix(path: str) -> Mix:

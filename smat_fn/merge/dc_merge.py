@@ -106,19 +106,19 @@ def _largest(core: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class DcMerge(Spectral):
-    """DC-Merge: leading directions of every expert in a space that covers all, their largest entries elected."""
+    """DC-Merge: TIES in one orthonormal basis, built from the leading singular vectors of all experts."""
 
     name = "dc_merge"
     share: float = 0.0
-    """Share of every expert's singular values that is kept; 0: 1 / number of experts."""
+    """Share of each expert's singular values to keep; 0: 1 / number of experts."""
     keep: float = 0.001
-    """Share of the entries kept of each expert's matrix, in the basis of all experts' singular vectors."""
+    """Density: share of the entries of each expert's matrix to keep, in the basis of all experts' singular vectors."""
     elect: bool = True
     """True: the mean of kept entries with the sign of their sum; False: sum all kept entries, whatever their sign."""
     smooth: Smooth = "none"
-    """Replace each expert's singular values by equal (mean) or linearly falling ones; for experts of low rank."""
+    """Replace each expert's singular values by equal (mean) or linearly falling (linear) ones; for low-rank experts."""
     ratio: float = 5.0
-    """With --smooth linear: largest ratio of the first singular value to the last."""
+    """With --smooth linear: upper bound of the ratio of the first singular value to the last."""
 
     def problems(self, experts: Experts) -> list[str]:
         problems = [] if 0 <= self.share <= 1 else [f"share is {self.share}, must be in [0, 1]"]

@@ -79,12 +79,12 @@ def _own(deltas: Sequence[Tensor], place: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Emr(Masked):
-    """EMR-Merging: a model for one task, from the largest changes of the majority's sign, masked and scaled for it."""
+    """EMR-Merging: one vector of the largest changes with the elected sign; a mask and a scale fit it to one task."""
 
     name = "emr"
     scaled: ClassVar = True
     task: str | None = None
-    """Expert that the model is for; without it, the output is one folder with a vector and a mask for each task."""
+    """Expert whose model is written. Without it, the output is one folder: the vector, and a mask for each task."""
     coef: float = 1.0
     """Factor of the merged change (gamma); the authors take 1."""
 

@@ -154,7 +154,7 @@ class Fisher(Weighted):
     normalize: bool = True
     """True: divide each diagonal by its RMS; False: take diagonals as they are."""
     floor: float = 1e-6
-    """Minimum value of a diagonal, after the division by its RMS."""
+    """Minimum of the entries of a diagonal, after the division by its RMS."""
 
     def statistics(self) -> str:
         return self.weights_from

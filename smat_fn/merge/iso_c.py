@@ -54,7 +54,7 @@ def isotropic_rows(blocks: tall.Blocks, rows: int) -> Mix:
 
 @dataclass(frozen=True)
 class IsoC(Spectral):
-    """Iso-C: the sum of the experts' matrices, all singular values made equal."""
+    """Iso-C: the sum of the experts' changes, with all singular values of each matrix made equal."""
 
     name = "iso_c"
 

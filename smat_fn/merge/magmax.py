@@ -34,7 +34,7 @@ def fuse(piece: Piece) -> Tensor:
 
 @dataclass(frozen=True)
 class MagMax(Merger):
-    """MagMax: the largest of all experts' changes of each coordinate."""
+    """MagMax: in each coordinate, the experts' change of largest magnitude."""
 
     name = "magmax"
     semantics: ClassVar = {"mergekit": UNKNOWN}

@@ -58,7 +58,7 @@ def _cosine(products: list[list[float]], left: int, right: int, *, clamp: bool) 
 
 @dataclass(frozen=True)
 class ModelStock(Merger):
-    """Model Stock: from base towards the experts' mean, by a ratio computed from the angles between them."""
+    """Model Stock: move from base towards the experts' mean, by a ratio computed from the angles between experts."""
 
     name = "model_stock"
     grams = uneven = True

@@ -70,17 +70,17 @@ def accumulated(deltas: list[Tensor], *, share: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Opcm(OfMatrices):
-    """OPCM: experts one after the other, each without what lies in the directions of those before it."""
+    """OPCM: add the experts one by one, each without its component along the directions of the earlier ones."""
 
     name = "opcm"
     coef: float = 1.0
     """gamma; 1 is the paper's."""
     share: float = 0.5
-    """The next expert adds nothing along the leading directions that hold this share of all singular values so far."""
+    """An expert adds nothing along the leading directions that hold up to this share of all singular values so far."""
     skip: tuple[str, ...] = ()
     """Globs of matrices that are summed, such as embeddings too large to decompose: "*embed*"."""
     norms: bool = True
-    """True: scale to the task vectors' mean norm; False: do not scale to their mean norm, in half of the time."""
+    """True: scale to the task vectors' mean norm; False: do not scale to task vectors' mean norm; halves the time."""
 
     def problems(self, experts: Experts) -> list[str]:
         problems = [] if 0 <= self.share < 1 else [f"share is {self.share}, must be at least 0 and below 1"]

@@ -91,7 +91,7 @@ def _changed(delta: Tensor, threshold: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Ram(Merger):
-    """RAM: average what several experts change, keep or enlarge (--boost) what one expert alone changes."""
+    """RAM: average coordinates that several experts change; keep or enlarge (--boost) those that one expert changes."""
 
     name = "ram"
     uneven = True
@@ -99,11 +99,11 @@ class Ram(Merger):
     coef: float = 1.0
     """Factor of the merged change (gamma); the authors take 1."""
     threshold: float = 1e-5
-    """Changes of weights up to this size count as none."""
+    """Changes up to this size, in units of the weights, count as no change."""
     boost: float = 0.0
-    """0: RAM. Above 0: RAM+, where what one expert alone changes grows by up to boost * cap; the authors take 0.2."""
+    """0: RAM. Above 0: RAM+, with changes of one expert alone times up to 1 + boost * cap; the authors take 0.2."""
     cap: float = 1.0
-    """Largest ratio of an expert's shared to its own coordinates that counts for --boost."""
+    """For --boost: upper bound of the ratio of an expert's shared coordinates to those that it alone changes."""
     scope: Scope = "global"
     """Count coordinates for --boost in the whole model, or in each parameter as mergekit does."""
 

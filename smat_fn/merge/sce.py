@@ -96,16 +96,16 @@ def _blocks(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 @dataclass(frozen=True)
 class Sce(Merger):
-    """SCE: the coordinates that vary most over the experts, weighted by squared changes, without minority signs."""
+    """SCE: keep coordinates of largest variance, drop minority signs, weight experts by their mean squared change."""
 
     name = "sce"
     uneven = True
     coef: float = 1.0
     """gamma; 1 is mergekit's."""
     density: float = 1.0
-    """Share of a parameter's coordinates to keep, those of largest variance."""
+    """Share of each parameter's coordinates to keep, largest variance over the experts first."""
     floor: float = 1e-6
-    """Experts are weighted equally where their mean squares sum to less than this; 0: never."""
+    """Weight experts equally in parameters where their mean squared changes sum to less than this; 0: never."""
 
     def problems(self, experts: Experts) -> list[str]:
         density, floor = self.density, self.floor

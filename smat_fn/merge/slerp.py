@@ -98,9 +98,9 @@ class Slerp(Merger):
     coef: float = 0.5
     """gamma, 0 gives the first expert, 1 the second."""
     arc: Arc = field(default="slerp", kw_only=True)
-    """leaf, first, last: NuSLERP without a base, one angle for a parameter, for each column, or for each row."""
+    """slerp, or NuSLERP without a base with one angle per parameter (leaf), per column (first) or per row (last)."""
     zeros: bool = field(default=False, kw_only=True)
-    """A parameter of norm up to 1e-8 is at a right angle to the other, as in mergekit; else zeros give a line."""
+    """Parameters of norm up to 1e-8 are orthogonal to others, as in mergekit; else zeros are interpolated linearly."""
 
     def rule(self, leaves: Mapped) -> Rule:
         def fuse(path: str) -> Fuse:

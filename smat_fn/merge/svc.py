@@ -52,15 +52,15 @@ def calibrated(deltas: list[Tensor], *, alpha: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Svc(OfMatrices):
-    """SVC: lower singular values of a merged model, the first of --experts, in directions that the others share."""
+    """SVC: shrink singular values of a merged model (the first of --experts) in directions that the others share."""
 
     name = "svc"
     coef: float = 1.0
     """Factor of the whole change (gamma); the authors take 1."""
     alpha: float = 1.0
-    """A singular value is divided by the mean ratio of merged to expert's response; ratios below this count as it."""
+    """Lower bound of each ratio of merged to expert's response; a singular value is divided by the mean ratio."""
     skip: tuple[str, ...] = ()
-    """Globs of matrices that stay as they are, such as embeddings too large for a decomposition: "*embed*"."""
+    """Globs of matrices to leave unchanged, such as embeddings too large to decompose: "*embed*"."""
 
     def problems(self, experts: Experts) -> list[str]:
         problems = [*count_problems(experts, "svc", least=2), *skip_problems(self.skip)]

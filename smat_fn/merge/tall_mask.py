@@ -47,13 +47,13 @@ def fuse(piece: Piece, place: int, ratio: float) -> Tensor:
 
 @dataclass(frozen=True)
 class TallMask(Masked):
-    """TALL mask: a model for one task, with the sum of all changes on the coordinates that this task needs."""
+    """TALL mask: a model for one task. It adds the sum of all changes, but only on coordinates that the task needs."""
 
     name = "tall_mask"
     ratio: float
     """The task needs a coordinate if its change exceeds this factor times the sum of the others' changes."""
     task: str | None = None
-    """Expert that the model is for; without it, the output is one folder with a vector and a mask for each task."""
+    """Expert whose model is written. Without it, the output is one folder: the vector, and a mask for each task."""
     coef: float = 1.0
     """Factor of the merged change (gamma); the authors take 1."""
 

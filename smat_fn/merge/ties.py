@@ -208,7 +208,7 @@ class Ties(Sparse):
     coef: float | None = None
     """gamma, the factor of the merged update. Presets have none: set it, or choose it on dev with --search."""
     keep: float | None = None
-    """Density: fraction of coordinates that stays, by magnitude. Also --density."""
+    """Density: fraction of coordinates to keep, largest magnitudes first. Also --density."""
     aggregate: Aggregate | None = None
     """Sum or mean of the agreeing entries."""
     scope: Scope | None = None

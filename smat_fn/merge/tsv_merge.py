@@ -83,7 +83,7 @@ class TsvMerge(Spectral):
 
     name = "tsv_merge"
     share: float = 0.0
-    """Share of every expert's singular values that is kept; 0: 1 / number of experts."""
+    """Share of each expert's singular values to keep; 0: 1 / number of experts."""
 
     def problems(self, experts: Experts) -> list[str]:
         problems = [] if 0 <= self.share <= 1 else [f"share is {self.share}, must be in [0, 1]"]

@@ -100,7 +100,7 @@ class Wudi(Spectral):
 
     name = "wudi"
     ridge: float = 1e-8
-    """Added to the diagonal of the linear system of changes scaled to norm 1; 0: the pseudo-inverse."""
+    """Added to the diagonal of the linear system, by default of changes scaled to norm 1; 0: the pseudo-inverse."""
     norms: bool = True
     """True: scale the experts' changes to norm 1; False: do not scale them to norm 1; with --ridge 0 this is ACTMat."""
 

@@ -26,7 +26,7 @@ class Interference(Shared):
     """Compare experts' updates block by block: sizes, cosines between them, agreement of their signs."""
 
     runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="[RUN...]", help_behavior_hint="")] = ()
-    """Run folders of train.py, to compare methods; none with --base and --experts."""
+    """Run folders of train.py, to compare methods. Leave them out with --base and --experts."""
     base: Annotated[Path | None, NONE] = None
     """Base of --experts: a folder or a hub name."""
     experts: Annotated[tuple[Path, ...], NONE] = ()

@@ -22,11 +22,11 @@ class ExpertsCurve(Shared):
     """Merge K = 2..N experts of each run, score each merge on its own tasks, divide by the FT experts' scores."""
 
     runs: Annotated[Positional[tuple[Path, ...]], RUNS]
-    """Run folders of train.py; every seed needs one of method ft."""
+    """Run folders of train.py. Each seed needs a run of method ft."""
     merger: Literal["wa", "ta", "ties", "dare", "della"] = "ta"
     """Merger of the experts."""
     coef: Annotated[tuple[float, ...], arg(help_behavior_hint="(default: the run's own, else searched on dev)")] = ()
-    """One coefficient for all runs, or one for each. A run's own is that of its stored merged model."""
+    """One coefficient for all runs, or one per run. A run's own coefficient is that of its stored merged model."""
     preset: Annotated[str | None, arg(help_behavior_hint="(default: that of the experts, else digits)")] = None
     """Preset with the merger's other settings, for runs without a stored merged model."""
     seed: int = 0
@@ -73,7 +73,7 @@ def experts_curve(options: ExpertsCurve) -> "Result":
 
 @dataclass(frozen=True, kw_only=True)
 class Replacement(Shared):
-    """Replace q = 0..N of the FT experts by another method's of the same tasks, merge by TA, score on all tasks."""
+    """Replace q = 0..N FT experts by another method's experts of the same tasks, merge by TA, score on all tasks."""
 
     ft: tuple[Path, ...]
     """Run folders of train.py of method ft, one for each seed."""

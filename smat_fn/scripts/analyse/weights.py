@@ -23,7 +23,7 @@ class Landscape(Shared):
     """Compute the loss at base + a * the expert's update + b * gamma * the sum of the other FT experts' updates."""
 
     ft: Path
-    """Run folder of train.py, of method ft: the other experts are its own. It is plotted first."""
+    """Run folder of train.py of method ft. It is plotted first, and the other experts are taken from it."""
     methods: Annotated[tuple[Path, ...], NONE] = ()
     """Run folders of train.py whose experts are evaluated in the same way."""
     tasks: Annotated[tuple[str, ...], arg(help_behavior_hint="(default: all)")] = ()
@@ -39,7 +39,7 @@ class Landscape(Shared):
     batches: int = 8
     """Maximum number of dev batches per task; the same batches at every point and for every method."""
     seed: int = 0
-    """Seed of the batches, where a suite has no dev batches and training batches are used."""
+    """Seed of training batches, which are used if a suite has no dev batches."""
 
 
 def landscape(options: Landscape) -> "Result":
