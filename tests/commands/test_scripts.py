@@ -12,11 +12,20 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
+import torch
 
 import smat_fn.data
+import smat_fn.suites
 from smat_fn import checkpoint
-from smat_fn.config import PRESETS
+from smat_fn.config import PRESETS, Adapters, Dev, Finetune
 from smat_fn.evaluate import read_results
+from smat_fn.scripts.commands import train as train_command
+from smat_fn.scripts.merge import statistics
+from smat_fn.scripts.train import describe, settings
+from smat_fn.scripts.train import options as checks
+from smat_fn.scripts.train import training as runs
+
+from .conftest import assert_effects
 
 ROOT = Path(__file__).parents[2]
 SHORT = ("--steps", "6", "--suite-options", "pretrain_steps", "10", "images_per_task", "120")
@@ -39,6 +48,109 @@ def called(script, *words):
         except SystemExit as end:
             code = end.code
     return CompletedProcess(words, code or 0, out.getvalue(), err.getvalue())
+
+
+LORA = {"lora_rank": 4}
+TRAIN = [
+    ({"preset": "llama-3.2-1b-muon"}, {
+        "run.preset": "llama-3.2-1b-muon", "training.optimizer": "muon", "training.muon_lr": 4e-4,
+        "origin": "preset llama-3.2-1b-muon",
+    }),
+    ({"model": "M"}, {"suite.model": "M"}),
+    ({"data": "D"}, {"suite.data": "D"}),
+    ({"epochs": 2, "tasks": ("b",)}, {"run.tasks": ("b",), "suite.only": ("b",), "training.epochs": {"b": 2}}),
+    ({"rows": 3}, {"suite.rows": 3}),
+    ({"metric": "f1"}, {"suite.metric": "f1"}),
+    ({"chat": True}, {"suite.chat": True}),
+    ({"mask_prompt": True}, {"suite.mask_prompt": True}),
+    ({"train": "attention"}, {"suite.train": "attention"}),
+    ({"suite_options": {"batch_size": 4}}, {"suite.batch_size": 4}),
+    ({"suite_seed": 5}, {"suite.seed": 5}),
+    ({"method": Finetune()}, {"method": Finetune()}),
+    ({"lr": 0.5}, {"training.lr": 0.5, "origin": "given"}),
+    ({"optimizer": "muon", "lr": 0.5}, {
+        "training.optimizer": "muon", "training.lr": 0.5, "training.muon_lr": 10.0, "origin": "given",
+    }),
+    ({"steps": 7}, {"training.steps": 7, "training.epochs": {}}),
+    ({"epochs": 9}, {"training.epochs": {"a": 9, "b": 9}}),
+    ({"eval_every": 3}, {"training.dev": Dev(3, "score", None)}),
+    ({"eval_every": 3, "eval_by": "loss"}, {"training.dev": Dev(3, "loss", None)}),
+    ({"eval_every": 3, "patience": 2}, {"training.dev": Dev(3, "score", 2)}),
+    ({"optimizer": "muon"}, {"training.optimizer": "muon", "training.muon_lr": 20 * 2e-5}),
+    ({"schedule": "linear"}, {"training.schedule": "linear"}),
+    ({"warmup": 6}, {"training.warmup": 6}),
+    ({"weight_decay": 0.3}, {"training.weight_decay": 0.3}),
+    ({"max_grad_norm": 0.5}, {"training.max_grad_norm": 0.5}),
+    ({"max_grad_norm": float("inf")}, {"training.max_grad_norm": None}),
+    ({"accumulate": 2}, {"training.accumulate": 2}),
+    ({"precision": "fp32"}, {"training.precision": "fp32", "suite.dtype": "float32"}),
+    ({"dropout": True}, {"training.dropout": True}),
+    ({"average": "swa:25%"}, {"training.average": "swa:25%"}),
+    ({"optimizer": "muon", "muon_lr": 0.3}, {"training.optimizer": "muon", "training.muon_lr": 0.3}),
+    ({"decay_matrices": True}, {"training.decay_matrices": True}),
+    (LORA, {"training.lora": Adapters(4, 8)}),
+    ({**LORA, "lora_alpha": 5.0}, {"training.lora": Adapters(4, 5.0)}),
+    ({**LORA, "lora_targets": ("q_proj",)}, {"training.lora": Adapters(4, 8, ("q_proj",))}),
+    ({**LORA, "lora_dropout": 0.1}, {"training.lora": Adapters(4, 8, dropout=0.1)}),
+    ({**LORA, "lora_save": ("lm_head",)}, {"training.lora": Adapters(4, 8, save=("lm_head",))}),
+    ({**LORA, "lora_simulate": "factors"}, {"training.lora": Adapters(4, 8, simulate="factors")}),
+    ({"dry_run": True}, {"work": "plan", "origin": None}),
+    ({"seed": 5}, {"run.seed": 5, "suite.seed": 5}),
+    ({"statistics": ("gram",), "seed": 5}, {
+        "run.seed": 5, "suite.seed": 5, "run.statistics": ("gram",), "statistics": {"kinds": ("gram",), "seed": 5},
+    }),
+    ({"threads": 3}, {"threads": 3}),
+    ({"shard": True}, {"training.shard": True}),
+    ({"compile": True}, {"training.compiled": True}),
+    ({"independent_draws": True}, {"training.independent_draws": True}),
+    ({"statistics": ("gram", "fisher")}, {
+        "run.statistics": ("gram", "fisher"), "statistics": {"kinds": ("gram", "fisher"), "seed": 0},
+    }),
+    *(({name: value}, {f"run.{name}": value}) for name, value in {
+        "out": Path("elsewhere"), "resume": True, "overwrite": True, "label": "mine", "probe": 2, "offload": "stream",
+        "log": ("wandb",), "log_every": 4, "save_every_steps": 8, "save_every_minutes": 1.5, "keep_snapshots": 3,
+        "keep_moments": True,
+    }.items()),
+]  # fmt: skip
+
+
+def test_every_option_of_train_reaches_the_run(monkeypatch):
+    got = {}
+
+    def took(suite, method, training, run, *, work="train", **more):
+        got.update({"work": work, "method": method})
+        got.update({f"{part}.{name}": value for part, own in (("training", training), ("run", run))
+                    for name, value in vars(own).items()})  # fmt: skip
+        return [Path("expert")]
+
+    stubs = {
+        (torch, "set_num_threads"): lambda count: got.update(threads=count),
+        (smat_fn.suites, "task_names"): lambda suite, **options: ("a", "b"),
+        (smat_fn.suites, "load_suite"): lambda suite, **own: got.update({f"suite.{n}": v for n, v in own.items()}),
+        (checks, "check_run"): lambda *args, **more: None,
+        (describe, "headline"): lambda *args, origin, **more: got.update(origin=origin),
+        (describe, "dry_run"): lambda *args: took(*args, work="plan"),
+        (runs, "train_run"): took,
+        (statistics, "statistics_of_run"): lambda suite, folders, **own: got.update(statistics=own) or [],
+    }
+    for (module, name), stub in stubs.items():
+        monkeypatch.setattr(module, name, stub)
+
+    def call(options):
+        got.clear()
+        train_command.main(options)
+        return dict(got)
+
+    plain = assert_effects(
+        call,
+        train_command.Train(
+            data=settings.DataSettings(preset="llama-3.2-1b"), method=PRESETS["llama-3.2-1b"].methods["smat"],
+            training=settings.OptimizerSettings(), adapters=settings.AdapterSettings(),
+            process=settings.ProcessSettings(), run=settings.RunSettings(Path("out")),
+        ),
+        TRAIN,
+    )  # fmt: skip
+    assert (plain["run.save_every_minutes"], plain["run.log_every"], plain["threads"]) == (30, 1, 1)
 
 
 @pytest.fixture
