@@ -7,6 +7,8 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,8 +17,18 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from smat_fn import merge, random
+from smat_fn.config import MERGERS, PRESETS, Della, Ties, WeightAverage
+from smat_fn.folders import chunk_of, writing
 from smat_fn.folders import run as stream
-from smat_fn.folders import writing
+from smat_fn.folders.parts import Part
+from smat_fn.scripts.analyse import pictures
+from smat_fn.scripts.commands import merge as command
+from smat_fn.scripts.merge import commands, merging, settings, snapshots, streaming
+from smat_fn.scripts.merge import inputs as reading
+from smat_fn.scripts.recipes import load as recipes
+from smat_fn.scripts.recipes.own import Recipe
+
+from .conftest import assert_effects
 
 ROOT = Path(__file__).parents[2]
 KILLED = """
@@ -33,6 +45,149 @@ script, *words = sys.argv[1:]
 sys.argv = [script, *words]
 runpy.run_path(script, run_name="__main__")
 """
+
+
+BASE, EXPERTS = Path("base"), [Path("x"), Path("y")]
+OF_RUN = {"base": None, "experts": (), "run": Path("run")}
+FROM_RUN = {"base": Path("run/base"), "experts": [Path("run/a"), Path("run/b")]}
+DRAWN = {"vocabulary": "error", "heads": "error", "tokenizer_from": None, "method": "experts"}
+PLOT, DIGITS = Path("p.png"), PRESETS["digits"].mergers
+DELLA, OF_LM = DIGITS["della"], {"drop_prob": PRESETS["lm"].mergers["della"].drop_prob}
+ORIGINAL = {"merger": Ties(coef=0.3), "semantics": "original"}
+
+
+def as_given(**options):
+    return [({name: value}, {name: value}) for name, value in options.items()]
+
+
+EITHER_WAY = [
+    ({"base": Path("b")}, {"base": Path("b")}),
+    ({"experts": (Path("x"),)}, {"experts": [Path("x")]}),
+    (OF_RUN, FROM_RUN),
+    *as_given(seed=3, out=Path("elsewhere"), overwrite=True),
+]
+ON_DISK = [
+    *EITHER_WAY,
+    ({"merger": command.All(0.7)}, {"configs": [
+        DIGITS[m.name] if m is WeightAverage else replace(DIGITS[m.name], coef=0.7) for m in MERGERS
+    ]}),
+    *as_given(
+        vocabulary="base-rows", heads="keep", partial=True, into="x", device="cuda", out_dtype="float16", dry_run=True,
+        config_from="x", tokenizer_from="union", chat_template="auto", coefs={"*": 0.5},
+    ),
+    ({"threads": 3}, {"threads": 3, "workers": 3}),
+    ({"shard_size": "7MB"}, {"shard_size": 7_000_000}),
+    ({"memory_mib": 80}, {"chunk": chunk_of(80 << 20)}),
+    ({"part": "1/2"}, {"part": Part(1, 2)}),
+    ({"push_to_hub": "me/it"}, {"push": "me/it"}),
+    ({"push_to_hub": "me/it", "public": True}, {"push": "me/it", "public": True}),
+    ({"plot": PLOT}, {"rows": (BASE, EXPERTS, DRAWN), "picture": (PLOT, [])}),
+    ({"heads": "keep", "vocabulary": "base-rows", "tokenizer_from": "union", "plot": PLOT}, {
+        **(own := {"heads": "keep", "vocabulary": "base-rows", "tokenizer_from": "union"}),
+        "rows": (BASE, EXPERTS, DRAWN | own), "picture": (PLOT, []),
+    }),
+    ({"preset": "lm"}, {"configs": [replace(DELLA, coef=0.3, **OF_LM)]}),
+    ({"lines": (0.2, 1.0)}, {"coefs": (BASE, (0.2, 1.0))}),
+    (ORIGINAL, {
+        "configs": [Ties(coef=0.3, keep=0.5, aggregate="mean", scope="global")], "semantics": "original",
+    }),
+]  # fmt: skip
+IN_MEMORY = [
+    *EITHER_WAY,
+    ({"merger": Della(drop_prob=0.4)}, {"configs": [replace(DELLA, drop_prob=0.4)]}),
+    *as_given(widen=True, lines=(0.2, 1.0)),
+    ({"threads": 3}, {"threads": 3}),
+    ({"calibrate": True}, {"calibration": merge.CALIBRATION_COEFS["vision"]}),
+    ({"calibrate": True, "search": False}, {"calibration": merge.CALIBRATION_COEFS["vision"], "search": False}),
+    ({"grid": (0.1, 0.2)}, {"coefs": (0.1, 0.2)}),
+    ({"per_layer": 2}, {"sweeps": 2}),
+    ({**OF_RUN, "snapshots": True}, {**FROM_RUN, "snapshots": {1: [Path("run"), *FROM_RUN["experts"]]}}),
+    ({"preset": "lm"}, {
+        "configs": [replace(DELLA, **OF_LM)], "implied": {"name": "trace", **PRESETS["lm"].options},
+    }),
+    ({"data": "D"}, {"options": {"data": "D"}}),
+    ({"suite_options": {"device": "cpu"}}, {"options": {"device": "cpu"}}),
+    ({"merger": Ties(), "semantics": "original"}, {
+        "configs": [Ties(keep=0.5, aggregate="mean", scope="global")],
+    }),
+    ({"plot": PLOT}, {  # digits scores under heads of its own
+        "rows": (BASE, EXPERTS, DRAWN | {"heads": "keep"}), "picture": (PLOT, [Path("out/della")]),
+    }),
+]  # fmt: skip
+
+
+@pytest.fixture
+def received(monkeypatch):
+    """``received(command, options)``: what the functions that merge get for options of a command, by name."""
+    got = {}
+
+    def took(*places, **fixed):
+        def call(*args, report=None, **named):
+            got.update({**dict(zip(places, args, strict=True)), **named, **fixed})
+            return []
+
+        return call
+
+    for module, name, stub in (
+        (torch, "set_num_threads", took("threads")),
+        (reading, "all_inputs", lambda run: (run / "base", [run / "a", run / "b"])),
+        (streaming, "order", took("base", "experts")),
+        (streaming, "by_depth", lambda base, configs, lines: (base, lines)),
+        (streaming, "run", took("configs", "order")),
+        (merging, "merge_run", took("configs", "base", "experts")),
+        (snapshots, "find_snapshots", lambda run, experts: {1: [run, *experts]}),
+        (recipes, "load", lambda file, **own: got.update(file=file, **own) or RECIPE),
+        (pictures, "check_picture", lambda file: None),
+        (pictures, "rows_of", lambda base, experts, **own: got.update(rows=(base, experts, own))),
+        (pictures, "picture", lambda file, rows, merged: got.update(picture=(file, merged))),
+    ):
+        monkeypatch.setattr(module, name, stub)
+
+    def call(command, options):
+        got.clear()
+        command(options)
+        return dict(got)
+
+    return call
+
+
+def options(merger, **choice):
+    return command.Merge(
+        merger=merger, inputs=command.Inputs(base=BASE, experts=tuple(EXPERTS)), choice=command.Choices(**choice),
+        output=command.Outputs(out=Path("out")), machine=command.Machine(),
+    )  # fmt: skip
+
+
+def test_every_option_reaches_a_merge_on_disk(received):
+    of_search = {"search", "grid", "widen", "per_layer", "snapshots", "calibrate", "data", "suite_options"}
+    assert_effects(partial(received, command.main), options(Della(coef=0.3)), ON_DISK, besides=of_search)
+
+
+def test_every_option_reaches_a_merge_in_memory(received):
+    assert_effects(
+        partial(received, command.main), options(Della(), search=True), IN_MEMORY, besides={*command.ON_DISK, "public"}
+    )
+
+
+RECIPE = Recipe(Della(coef=0.3), BASE, {"x": Path("x")}, None, {"seed": 1, "heads": "error"})
+
+
+def test_every_option_of_recipe_reaches_the_merge(received):
+    table = [
+        *as_given(
+            file=Path("other.yml"), out=Path("elsewhere"), seed=3, dry_run=True, overwrite=True, vocabulary="base-rows",
+            config_from="x", heads="keep", into="x", partial=True,
+        ),
+        ({"shard_size": "7MB"}, {"shard_size": 7_000_000}),
+        ({"memory_mib": 80}, {"chunk": chunk_of(80 << 20)}),
+        ({"threads": 3}, {"workers": 3}),
+        ({"part": "1/2"}, {"part": Part(1, 2)}),
+        ({"push_to_hub": "me/it"}, {"push": "me/it"}),
+        ({"push_to_hub": "me/it", "public": True}, {"push": "me/it", "public": True}),
+    ]  # fmt: skip
+    plain = settings.FromRecipe(Path("merge.yml"), Path("out"))
+    found = assert_effects(partial(received, commands.from_recipe), plain, table)
+    assert (found["chunk"], found["seed"]) == (chunk_of(72 << 20), 1)
 
 
 @pytest.fixture(scope="module")
