@@ -8,7 +8,9 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +18,16 @@ from matplotlib.figure import Figure
 from safetensors.torch import save_file
 
 from smat_fn import analyses, checkpoint, merge, tree
-from smat_fn.config import DIGITS, Training
-from smat_fn.scripts.analyse import pictures, weights
-from smat_fn.scripts.merge import merging
+from smat_fn.analyses import plots as drawing
+from smat_fn.analyses import results as of_results
+from smat_fn.config import DIGITS, PRESETS, Training
+from smat_fn.models import pretrained
+from smat_fn.report import plots, tables
+from smat_fn.scripts.analyse import commands, pictures, scores, weights
+from smat_fn.scripts.analyse import runs as reading
+from smat_fn.scripts.commands import eval as command
+from smat_fn.scripts.evaluate import evaluation
+from smat_fn.scripts.merge import inputs, merging
 from smat_fn.scripts.merge import suite as scoring
 from smat_fn.scripts.merge.inputs import find_inputs, load_inputs
 from smat_fn.scripts.train.options import RunOptions
@@ -28,6 +37,7 @@ from smat_fn.suites.digits import Digits
 from smat_fn.types import Micro
 
 from ..scripts.conftest import few_scored
+from .conftest import assert_effects
 
 ROOT = Path(__file__).parents[2]
 RECIPE = {"seed": 21, "pretrain_steps": 10, "images_per_task": 120}
@@ -38,6 +48,191 @@ TASKS, COEF = ("rot90", "mirror", "stripes"), 0.4
 def _few_scored():
     with few_scored():
         yield
+
+
+ONE, TWO, THREE = map(Path, ("one", "two", "three"))
+AN_ANALYSIS = [({"threads": 3}, {"threads": 3}), ({"out": Path("elsewhere")}, {"out": Path("elsewhere")})]
+OF_SUITE = ({"suite_options": {"device": "cuda"}}, {"options": {"device": "cuda"}})
+ANSWERS = {"mask_prompt": True, "truncate": "prompt-middle"}
+ANALYSES = {
+    scores.experts_curve: (scores.ExpertsCurve(runs=(ONE,)), [
+        *AN_ANALYSIS, OF_SUITE,
+        ({"runs": (ONE, TWO)}, {"runs": [ONE, TWO]}),
+        ({"merger": "dare"}, {"chosen": ("dare", None, None)}),
+        ({"coef": (0.2,)}, {"chosen": ("ta", 0.2, None)}),
+        ({"preset": "lm"}, {"chosen": ("ta", None, "lm")}),
+        ({"seed": 5}, {"searched": (5, None), "seed": 5}),
+        ({"split": "dev"}, {"scored": ("dev", None), "reference": "dev"}),
+        ({"memory": 3}, {"searched": (0, 3 << 20), "scored": ("test", 3 << 20)}),
+    ], ()),
+    scores.replacement: (scores.Replacement(ft=(ONE,), other=(TWO,)), [
+        *AN_ANALYSIS, OF_SUITE,
+        ({"ft": (THREE,)}, {"runs": [THREE, TWO]}),
+        ({"other": (THREE,)}, {"runs": [ONE, THREE]}),
+        ({"coef": 0.7}, {"coef": 0.7}),
+        ({"split": "dev"}, {"scored": ("dev", None), "reference": "dev"}),
+        ({"memory": 3}, {"scored": ("test", 3 << 20)}),
+    ], ()),
+    scores.gains: (scores.Gains(runs=(ONE,)), [
+        *AN_ANALYSIS, OF_SUITE,
+        ({"runs": (ONE, TWO)}, {"runs": [ONE, TWO]}),
+        ({"split": "dev"}, {"split": "dev", "table": "dev"}),
+    ], ("memory",)),
+    weights.landscape: (weights.Landscape(ft=ONE, points=2), [
+        *AN_ANALYSIS,
+        ({"suite_options": {"truncate": "end"}}, {"options": {**ANSWERS, "truncate": "end"}}),
+        ({"suite_options": {"model": "T5"}}, {"options": {"model": "T5"}}),
+        ({"ft": TWO}, {"runs": [TWO]}),
+        ({"methods": (TWO,)}, {"runs": [ONE, TWO]}),
+        ({"tasks": ("a",)}, {"tasks": "a"}),
+        ({"coef": 0.7}, {"coef": 0.7}),
+        ({"a": (0.0, 3.0)}, {"a": [0, 1, 3]}),
+        ({"b": (-1.0, 2.0)}, {"b": [-1, 0, 2]}),
+        ({"points": 3}, {"b": [-1, 0, 1, 3]}),
+        ({"batches": 2}, {"samples": (2, 0)}),
+        ({"seed": 5}, {"samples": (8, 5)}),
+        ({"memory": 3}, {"memory": 3 << 20}),
+    ], ()),
+    weights.diagnose: (weights.Diagnose(run=ONE), [
+        *AN_ANALYSIS, OF_SUITE,
+        ({"run": TWO}, {"runs": [TWO]}),
+        ({"coef": 0.7}, {"coef": 0.7}),
+        ({"sigma": 0.5}, {"unmoved": 0.5, "rows": [(2.0, 5.0)], "origin": "given"}),
+    ], ("memory",)),
+}  # fmt: skip
+
+
+def asked(monkeypatch):
+    """What the functions that do the work get from an analysis, by name: none of them does any."""
+    got = {}
+    named = partial(dict.__setitem__, got)
+
+    def loaded(paths, *, options=None):
+        got.update(runs=[*paths], options=options)
+        trees = inputs.Inputs({}, {"a": {}, "b": {}}, {})
+        suite = SimpleNamespace(loss_fn=lambda task: SimpleNamespace(module=None), where=None)
+        return [reading.Run(path, path.name, "ft", 0, trees, suite) for path in paths]
+
+    def chosen(run, merger, *, coef, preset):
+        named("chosen", (merger, coef, preset))
+        return DIGITS.mergers["ta"]
+
+    def searched(run, config, *, seed, memory):
+        named("searched", (seed, memory))
+        return config
+
+    def points(base, expert, partners, loss, *, a, b, memory, done):
+        got.update(a=a, b=b, memory=memory)
+        return [[0.0] * len(a)] * len(b)
+
+    def partners(base, experts, task, *, coef):
+        got.update(tasks=got.get("tasks", "") + task, coef=coef)
+
+    def result(name, runs, rows, *, sigma_origin=None, **settings):
+        if name == "diagnose":
+            by = [(row["sigma_by_delta"], row["sigma_by_partners"]) for row in rows]
+            got.update(rows=by, origin=sigma_origin)
+        return {"analysis": name}
+
+    group = analyses.Group(*[0] * len(analyses.Group._fields))._replace(kind="all", delta=0.25, partners=0.1)
+    for module, stubs in {
+        torch: {"set_num_threads": lambda count: named("threads", count)},
+        of_results: {"summary": lambda result: ("", [], [])},
+        drawing: {"write": lambda out, result: named("out", out) or []},
+        tables: {"show": lambda table: None, "main_table": lambda rows, *, split: named("table", split)},
+        checkpoint: {"load_manifest": lambda folder: {"suite": {"mask_prompt": False, "model": "llama"}}},
+        pretrained: {"is_encoder_decoder": lambda model: model == "T5"},
+        inputs: {"find_inputs": lambda run: (run, [run])},
+        evaluation: {
+            "find_checkpoints": lambda paths: named("runs", [*paths]) or [],
+            "evaluate": lambda folders, *, split, options, **more: got.update(split=split, options=options),
+        },
+        reading: {
+            "load_runs": loaded,
+            "standard_runs": lambda runs: {0: runs[0]},
+            "chosen_merger": lambda run, merger, *, coef, preset: (
+                named("chosen", (merger, coef, preset)) or DIGITS.mergers["ta"]
+            ),
+            "with_coef": searched,
+            "merged_params": lambda config, run, tasks, *, seed: named("seed", seed),
+            "facts": lambda run: {"hyperparameters": {"sigma": 0.1}},
+            "result_of": result,
+        },
+        scores: {"_reference": lambda runs, split: named("reference", split) or {0: {}}},
+        weights: {"samples": lambda suite, task, *, batches, seed: named("samples", (batches, seed)) or ("dev", [])},
+        analyses: {
+            "scores_of": lambda suite, split, *, memory, done: named("scored", (split, memory)),
+            "experts_curve": lambda tasks, merged, score, *, reference: merged(tasks) or [],
+            "replacement_curve": lambda *trees, reference, coef: named("coef", coef) or [],
+            "gains": lambda table: {},
+            "partner_update": partners,
+            "mean_loss": lambda loss, found: None,
+            "landscape": points,
+            "groups": lambda module, where: {},
+            "diagnose": lambda base, experts, kinds, *, coef: named("coef", coef) or [group],
+            "unmoved_shares": lambda weights, kinds, sigma, noise: named("unmoved", sigma) or {},
+        },
+    }.items():
+        for name, stub in stubs.items():
+            monkeypatch.setattr(module, name, stub)
+    return got
+
+
+@pytest.mark.parametrize("compute", ANALYSES, ids=lambda compute: compute.__name__)
+def test_every_option_reaches_an_analysis(compute, monkeypatch):
+    got, (options, table, unused) = asked(monkeypatch), ANALYSES[compute]
+
+    def call(options):
+        got.clear()
+        commands.command(compute, type(options))[0](options)
+        return dict(got)
+
+    plain = assert_effects(call, options, table, besides=unused)
+    assert plain["options"] == (ANSWERS if compute is weights.landscape else {})
+
+
+def test_every_option_reaches_an_evaluation(monkeypatch):
+    got, note = {}, lambda *args, **more: None
+
+    def evaluated(folders, *, recipes, report, **own):
+        got.update(own)
+        return []
+
+    for module, stubs in {
+        torch: {"set_num_threads": lambda count: got.update(threads=count)},
+        pictures: {"check_picture": note},
+        plots: {"check_colours": note, "main_plot": lambda table, *, title: got.update(title=title)},
+        checkpoint: {"write_bytes": lambda file, content: got.update(plot=file)},
+        tables: {"main_table": lambda rows, *, split: got.update(table=split), "terminal": note, "show": note},
+        evaluation: {
+            "find_checkpoints": lambda paths: got.update(paths=paths) or [], "lacking_experts": lambda paths: [],
+            "evaluate": evaluated, "write_report": lambda out, *args, **more: got.update(out=out),
+            "manifests_of": lambda folders: {}, "verdict": note,
+        },
+    }.items():  # fmt: skip
+        for name, stub in stubs.items():
+            monkeypatch.setattr(module, name, stub)
+
+    def call(options):
+        got.clear()
+        command.main(options)
+        return dict(got)
+
+    drawn = {"plot": Path("p.png"), "title": "test score, mean over tasks"}
+    assert_effects(call, command.Eval((ONE,)), [
+        ({"checkpoints": (ONE, TWO)}, {"paths": (ONE, TWO)}),
+        ({"out": Path("elsewhere")}, {"keep": Path("elsewhere"), "out": Path("elsewhere")}),
+        ({"plot": Path("p.png")}, drawn),
+        ({"split": "dev"}, {"split": "dev", "table": "dev"}),
+        ({"split": "dev", "plot": Path("p.png")}, {
+            **drawn, "title": "dev score, mean over tasks", "split": "dev", "table": "dev",
+        }),
+        ({"preset": "lm"}, {"implied": {"name": "trace", **PRESETS["lm"].options}}),
+        ({"model": "M"}, {"options": {"model": "M"}}),
+        ({"data": "D"}, {"options": {"data": "D"}}),
+        OF_SUITE,
+        ({"threads": 3}, {"threads": 3}),
+    ])  # fmt: skip
 
 
 @pytest.fixture(scope="module")

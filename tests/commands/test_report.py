@@ -5,12 +5,35 @@ from pathlib import Path
 
 import pytest
 
+import smat_fn.report
 from smat_fn.evaluate import Result, read_results, write_results
 from smat_fn.report import plots, write_full_report
-from smat_fn.scripts.evaluate import evaluation, sources
+from smat_fn.scripts.evaluate import evaluation, reporting, sources
+
+from .conftest import assert_effects
 
 ROOT = Path(__file__).parents[2]
 STUDY = ROOT / "benchmarks" / "results" / "digits.jsonl"
+
+
+def test_every_option_reaches_a_report(monkeypatch, tmp_path):
+    got, found = {}, sources.Sources([], [], [], [])
+    read = lambda paths, *, besides: got.update(sources=paths, besides=besides) or found  # noqa: E731
+    monkeypatch.setattr(sources, "read_sources", read)
+    monkeypatch.setattr(smat_fn.report, "write_full_report", lambda out, *found, **own: got.update(out=out, **own))
+
+    def call(options):
+        got.clear()
+        reporting.report(options)
+        return dict(got)
+
+    elsewhere = tmp_path / "elsewhere"
+    table = [
+        ({"sources": (elsewhere,)}, {"sources": (elsewhere,)}),
+        ({"out": elsewhere}, {"out": elsewhere, "besides": elsewhere}),
+        *(({name: value}, {name: value}) for name, value in (("title", "T"), ("split", "dev"), ("reference", "SMAT"))),
+    ]
+    assert_effects(call, reporting.Report((STUDY,), tmp_path), table, besides={"overwrite"})  # tested below
 
 
 @pytest.fixture
