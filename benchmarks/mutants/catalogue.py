@@ -719,4 +719,24 @@ MUTANTS = [
         ("block if others is None else second", "program if others is None else second"),
         ("block += counts[-1]", "block += 1"),
     ),
+    # options of the scripts
+    *_of(
+        "scripts/commands/train.py",
+        ("run.seed if own.suite_seed is None else own.suite_seed", "run.seed"),
+        ('"schedule", "warmup",', '"schedule",'),
+        ("20 * lr if", "10 * lr if"),
+        ("alpha = 2 * rank", "alpha = rank"),
+    ),
+    *_of(
+        "scripts/commands/merge.py",
+        ("out_dtype=args.output.out_dtype", 'out_dtype="same"'),
+        ("chat_template=args.output.chat_template", "chat_template=None"),
+        ('{"coef": args.merger.coef}', '{"coef": None}'),
+    ),
+    *_of("scripts/merge/commands.py", ("chunk_of(args.memory_mib << 20)", "chunk_of(72 << 20)")),
+    *_of("scripts/analyse/scores.py", ("preset=options.preset", "preset=None")),
+    *_of(
+        "scripts/analyse/weights.py",
+        ("sigma if sigma is not None else own or suggested", "own or suggested"),
+    ),
 ]
