@@ -50,9 +50,9 @@ HEAD = """# Mutation check
 dropped terms), and runs the tests in the folder of the fault's package until one fails (for `grad` and `tree.py`
 `tests/core/test_grad.py`, for `where.py` `tests/core/test_where.py`, for the compiled loops
 `test_loops.py` of `tests/folders` or `tests/ops`, for options of the scripts a file of `tests/commands`).
-`benchmarks/mutants/catalogue.py` lists the faults. A fault whose place in the source is gone is reported, not skipped; a
-fault runs again when its file, or the test that found it, has changed. `benchmarks/results/mutants.json` names the test
-that found each fault.
+`benchmarks/mutants/catalogue.py` lists the faults. A fault whose place in the source is gone is reported, not skipped;
+a fault runs again when its file, or the test that found it, has changed. `benchmarks/results/mutants.json` names the
+test that found each fault.
 """
 
 Result = dict[str, Any]

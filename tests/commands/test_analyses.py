@@ -64,7 +64,7 @@ ANALYSES = {
         ({"seed": 5}, {"searched": (5, None), "seed": 5}),
         ({"split": "dev"}, {"scored": ("dev", None), "reference": "dev"}),
         ({"memory": 3}, {"searched": (0, 3 << 20), "scored": ("test", 3 << 20)}),
-    ], ()),
+    ]),
     scores.replacement: (scores.Replacement(ft=(ONE,), other=(TWO,)), [
         *AN_ANALYSIS, OF_SUITE,
         ({"ft": (THREE,)}, {"runs": [THREE, TWO]}),
@@ -72,12 +72,12 @@ ANALYSES = {
         ({"coef": 0.7}, {"coef": 0.7}),
         ({"split": "dev"}, {"scored": ("dev", None), "reference": "dev"}),
         ({"memory": 3}, {"scored": ("test", 3 << 20)}),
-    ], ()),
+    ]),
     scores.gains: (scores.Gains(runs=(ONE,)), [
         *AN_ANALYSIS, OF_SUITE,
         ({"runs": (ONE, TWO)}, {"runs": [ONE, TWO]}),
         ({"split": "dev"}, {"split": "dev", "table": "dev"}),
-    ], ("memory",)),
+    ]),
     weights.landscape: (weights.Landscape(ft=ONE, points=2), [
         *AN_ANALYSIS,
         ({"suite_options": {"truncate": "end"}}, {"options": {**ANSWERS, "truncate": "end"}}),
@@ -92,13 +92,20 @@ ANALYSES = {
         ({"batches": 2}, {"samples": (2, 0)}),
         ({"seed": 5}, {"samples": (8, 5)}),
         ({"memory": 3}, {"memory": 3 << 20}),
-    ], ()),
+    ]),
     weights.diagnose: (weights.Diagnose(run=ONE), [
         *AN_ANALYSIS, OF_SUITE,
         ({"run": TWO}, {"runs": [TWO]}),
         ({"coef": 0.7}, {"coef": 0.7}),
         ({"sigma": 0.5}, {"unmoved": 0.5, "rows": [(2.0, 5.0)], "origin": "given"}),
-    ], ("memory",)),
+    ]),
+    pictures.interference: (pictures.Interference(runs=(ONE,)), [
+        *AN_ANALYSIS,
+        ({"runs": (TWO,)}, {"drawn": (TWO, [TWO], "error")}),
+        ({"runs": (), "experts": (ONE, TWO), "base": THREE}, {"drawn": (THREE, [ONE, TWO], "error")}),
+        ({"runs": (), "base": THREE, "experts": (TWO,)}, {"drawn": (THREE, [TWO], "error")}),
+        ({"heads": "keep"}, {"drawn": (ONE, [ONE], "keep")}),
+    ]),
 }  # fmt: skip
 
 
@@ -158,6 +165,7 @@ def asked(monkeypatch):
             "facts": lambda run: {"hyperparameters": {"sigma": 0.1}},
             "result_of": result,
         },
+        pictures: {"rows_of": lambda base, experts, *, heads, **own: named("drawn", (base, experts, heads)) or []},
         scores: {"_reference": lambda runs, split: named("reference", split) or {0: {}}},
         weights: {"samples": lambda suite, task, *, batches, seed: named("samples", (batches, seed)) or ("dev", [])},
         analyses: {
@@ -180,15 +188,15 @@ def asked(monkeypatch):
 
 @pytest.mark.parametrize("compute", ANALYSES, ids=lambda compute: compute.__name__)
 def test_every_option_reaches_an_analysis(compute, monkeypatch):
-    got, (options, table, unused) = asked(monkeypatch), ANALYSES[compute]
+    got, (options, table) = asked(monkeypatch), ANALYSES[compute]
 
     def call(options):
         got.clear()
         commands.command(compute, type(options))[0](options)
         return dict(got)
 
-    plain = assert_effects(call, options, table, besides=unused)
-    assert plain["options"] == (ANSWERS if compute is weights.landscape else {})
+    plain = assert_effects(call, options, table)
+    assert plain.get("options", {}) == (ANSWERS if compute is weights.landscape else {})
 
 
 def test_every_option_reaches_an_evaluation(monkeypatch):
@@ -470,7 +478,7 @@ def test_what_cannot_be_analysed_is_told_in_one_line(runs, call, tmp_path):
         (("landscape", "--ft", ft, "--points", "1", "--a", "1", "0"), "points is 1"),
         (("landscape", "--ft", ft, "--a", "0", "inf"), "a is 0 inf, must rise between finite numbers"),
         (("landscape", "--ft", smat, "--methods", ft, "--coef", "nan"), "is of method smat, not ft"),
-        (("diagnose", ft, "--memory", "-1"), "memory is -1"),
+        (("landscape", "--ft", ft, "--memory", "-1"), "memory is -1"),
         (("diagnose", ft, "--sigma", "nan"), "sigma is nan, must be finite and not negative"),
         (("diagnose", ft, "--coef", "-0.3"), "coef is -0.3, must be finite and not negative"),
         (("interference", ft, ft), "2 runs are FT of seed 21: give one, or another --label"),

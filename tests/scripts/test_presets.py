@@ -123,7 +123,7 @@ COMMANDS |= {"MergeAdapters", "Moe"}
         ),
         (PACKAGE / "scripts/train/sweep.py", {"Sweep", "Status"}),
         (PACKAGE / "scripts/evaluate/reporting.py", {"Report"}),
-        (PACKAGE / "scripts/analyse/commands.py", {"Shared"}),
+        (PACKAGE / "scripts/analyse/commands.py", {"Shared", "OfSuite", "Batched"}),
         (PACKAGE / "scripts/analyse/scores.py", {"ExpertsCurve", "Replacement", "Gains"}),
         (PACKAGE / "scripts/analyse/weights.py", {"Landscape", "Diagnose"}),
     ],

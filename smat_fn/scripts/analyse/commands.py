@@ -24,12 +24,24 @@ class Shared:
 
     out: Annotated[Path | None, NONE] = None
     """Folder for the numbers (JSON, CSV) and the figure (PNG); the files have the command's name."""
-    suite_options: Annotated[Values, SUITE] = field(default_factory=dict)
-    """Other options of model and data: model FOLDER, device cpu, decode_batch 64 (texts), eval_batch 64 (images)."""
-    memory: Annotated[int | None, arg(help_behavior_hint="(default: 8 on a CPU, 1024 on a GPU)")] = None
-    """Memory, in MiB, for models that torch.func.vmap evaluates together; 0: one by one."""
     threads: int = 1
     """CPU threads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfSuite(Shared):
+    """Options of every analysis that loads a suite."""
+
+    suite_options: Annotated[Values, SUITE] = field(default_factory=dict)
+    """Other options of model and data: model FOLDER, device cpu, decode_batch 64 (texts), eval_batch 64 (images)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batched(OfSuite):
+    """Options of every analysis that evaluates several models together."""
+
+    memory: Annotated[int | None, arg(help_behavior_hint="(default: 8 on a CPU, 1024 on a GPU)")] = None
+    """Memory, in MiB, for models that torch.func.vmap evaluates together; 0: one by one."""
 
     @property
     def memory_bytes(self) -> int | None:
@@ -41,7 +53,7 @@ def command(compute: Callable[[Any], "Result"], options: type[Shared]) -> Comman
     """A command of eval.py that prints the result of ``compute(options)``, and writes it to ``options.out``."""
 
     def main(args: Shared) -> None:
-        if args.memory is not None and args.memory < 0:
+        if isinstance(args, Batched) and args.memory is not None and args.memory < 0:
             raise ValueError(f"memory is {args.memory}, must not be negative")
         import torch
         from rich.markup import escape

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
-from .commands import RUNS, SPLIT, Shared, progress
+from .commands import RUNS, SPLIT, Batched, OfSuite, progress
 
 if TYPE_CHECKING:
     from ...analyses import Scored
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertsCurve(Shared):
+class ExpertsCurve(Batched):
     """Merge K = 2..N experts of each run, score each merge on its own tasks, divide by the FT experts' scores."""
 
     runs: Annotated[Positional[tuple[Path, ...]], RUNS]
@@ -72,7 +72,7 @@ def experts_curve(options: ExpertsCurve) -> "Result":
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replacement(Shared):
+class Replacement(Batched):
     """Replace q = 0..N FT experts by another method's experts of the same tasks, merge by TA, score on all tasks."""
 
     ft: tuple[Path, ...]
@@ -119,7 +119,7 @@ def replacement(options: Replacement) -> "Result":
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gains(Shared):
+class Gains(OfSuite):
     """Compare experts' scores with the mean of the five mergers; the difference is the merging drop."""
 
     runs: Annotated[Positional[tuple[Path, ...]], RUNS]

@@ -10,7 +10,7 @@ from tyro.conf import Positional, arg
 
 from ... import errors
 from ..cli import NONE
-from .commands import Shared, progress
+from .commands import Batched, OfSuite, progress
 
 if TYPE_CHECKING:
     from ...analyses.results import Result
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Landscape(Shared):
+class Landscape(Batched):
     """Compute the loss at base + a * the expert's update + b * gamma * the sum of the other FT experts' updates."""
 
     ft: Path
@@ -140,7 +140,7 @@ def samples(suite: "Suite", task: str, *, batches: int, seed: int) -> "tuple[str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Diagnose(Shared):
+class Diagnose(OfSuite):
     """Compare update sizes, by kind of parameter, with the other experts' updates and the noise; suggest a sigma."""
 
     run: Annotated[Positional[Path], arg(metavar="RUN")]
