@@ -558,6 +558,7 @@ def test_interference_leaves_running_statistics_out_and_takes_heads_apart(call, 
     words = "interference", "--base", base, "--experts", one, other
     assert "if they are heads, pass --heads keep, which merges the rest" in call(*words)[0]
     assert call(*words, "--heads", "keep")[0] is None
+    assert pictures.rows_of(base, [one, two], heads="keep")[-1] == whole  # as --plot of a search, where there are none
 
 
 @pytest.mark.usefixtures("_unrendered")

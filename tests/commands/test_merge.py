@@ -164,9 +164,7 @@ def test_every_option_reaches_a_merge_on_disk(received):
 
 
 def test_every_option_reaches_a_merge_in_memory(received):
-    assert_effects(
-        partial(received, command.main), options(Della(), search=True), IN_MEMORY, besides={*command.ON_DISK, "public"}
-    )
+    assert_effects(partial(received, command.main), options(Della(), search=True), IN_MEMORY, besides=command.ON_DISK)
 
 
 RECIPE = Recipe(Della(coef=0.3), BASE, {"x": Path("x")}, None, {"seed": 1, "heads": "error"})

@@ -105,7 +105,7 @@ def open_inputs(
         heads |= own
         if stand_ins is not None:
             stand_ins |= lacking
-        elif found and not any(own.values()) and not problems:
+        elif found and not lacking and not problems:
             problems.append(NOTHING_APART)
     start, found, tied = one_head(start, found)
     if align is not None and not problems:

@@ -94,8 +94,8 @@ def rows_of(
     errors.raise_problems(problems)
     named = {name: path for name, path, _ in known}
     whose = Whose(inputs_of(base, named), None, tokenizer_from, None, "base", [], {}, {}, 1)
-    apart: dict[str, dict[str, Any]] | None = {} if heads == "keep" else None
-    start, found = open_inputs(base, named, vocabulary, problems, align=whose.align(based=True), heads=apart)
+    apart: dict[str, Any] = {"heads": {}, "stand_ins": {}} if heads == "keep" else {}  # there may be none
+    start, found = open_inputs(base, named, vocabulary, problems, align=whose.align(based=True), **apart)
     errors.raise_problems(problems)
     assert start is not None, "its absence is a problem"
     return as_rows(compute(_updates(start, list(found.values()))), list(found), **more)

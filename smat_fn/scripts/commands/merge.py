@@ -213,7 +213,7 @@ BY_DATA = "adamerging", "reg_mean_plus"  # mergers among COMMANDS: they read row
 # merges in memory have none
 ON_DISK = (
     "coefs", "dry_run", "out_dtype", "shard_size", "memory_mib", "device", "vocabulary", "config_from",
-    "tokenizer_from", "chat_template", "push_to_hub", "heads", "part", "into", "partial",
+    "tokenizer_from", "chat_template", "push_to_hub", "public", "heads", "part", "into", "partial",
 )  # fmt: skip
 
 
