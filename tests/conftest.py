@@ -5,6 +5,7 @@ import gc
 import logging
 import math
 import os
+import zlib
 
 # one thread a worker: small tensors gain nothing from more, and workers share the cores
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -41,6 +42,15 @@ def _own_cache(tmp_path_factory):
         folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "cache"
         folder.mkdir(exist_ok=True)
         os.environ["SMAT_FN_CACHE"] = str(folder)
+
+
+@pytest.fixture(autouse=True)
+def _seeded(request):
+    """Numbers that a test draws without a seed of its own are the same in every run."""
+    seed = zlib.crc32(request.node.name.encode())
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():  # else `torch.manual_seed` keeps a stack for later, a millisecond a test
+        torch.cuda.manual_seed_all(seed)
 
 
 @pytest.hookimpl(optionalhook=True)

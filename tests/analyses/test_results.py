@@ -191,9 +191,15 @@ def test_experts_that_did_not_move_have_a_figure_and_no_drop_has_no_sign(figure)
 
 
 def test_flat_and_steep_slices_can_be_drawn(figure):
-    for scale in (0.0, 1e6):
+    for scale, most in ((0.0, 0), (1e6, 99)):  # contours: none of a flat one, of a steep one the lowest
         rows = [row | {"loss": row["loss"] * scale} for row in slice_rows() if row["task"] == "a"]
-        figure(RESULTS["landscape"] | {"rows": rows})
+        slices = [ax for ax in figure(RESULTS["landscape"] | {"rows": rows}).axes if ax.get_label() != "<colorbar>"]
+        levels = [len(c.levels) for ax in slices for c in ax.collections if hasattr(c, "levels")]
+        assert max(levels, default=0) == most
+        for ax in slices:
+            low, high = next(c for c in ax.collections if hasattr(c, "_coordinates")).get_clim()
+            losses = [row["loss"] for row in rows]
+            assert (low, high) == (min(losses), max(*losses, 0.1))
 
 
 def test_sizes_are_dots_beside_the_line_of_sigma(figure):

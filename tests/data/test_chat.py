@@ -62,7 +62,9 @@ def test_the_loss_is_on_every_answer_and_its_end_alone(tokenizer):
     assert example.input_ids.count(0) == 1, "the template writes BOS, the tokenizer adds none"
     assert supervised(example, tokenizer) == ["two</s>", "dark blue</s>"]
     assert chat.prompt_of(TALK, tokenizer).endswith("a colour?</s>[assistant]")
-    assert 1 in chat.ends_by(TALK, tokenizer)
+    answers = [label for label in example.labels if label != IGNORED]
+    assert len(set(answers)) > 4
+    assert chat.ends_by(TALK, tokenizer) == {*answers[-4:]} > {1}
 
 
 def test_a_long_conversation_is_cut_as_other_rows_are(tokenizer):
@@ -71,6 +73,7 @@ def test_a_long_conversation_is_cut_as_other_rows_are(tokenizer):
     (example,) = chat.encode([TALK], tokenizer, vocabulary=262, max_length=size)
     assert example == tuple(own[:size] for own in whole)
     assert supervised(example, tokenizer) == ["two</s>"]
+    assert chat.cut_report([TALK], tokenizer, max_length=size)[:4] == (1, 1.0, 1.0, 0.0)  # the first answer is whole
     (example,) = chat.encode([TALK], tokenizer, vocabulary=262, max_length=20, truncate="prompt-middle")
     assert (len(example.input_ids), example.input_ids[0]) == (20, 0)
     with pytest.raises(ValueError, match=r"rows 0 \(\d+ tokens\) hold no answer"):

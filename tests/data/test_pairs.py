@@ -67,6 +67,17 @@ def test_examples_are_source_and_target_cut_before_their_last_token():
     assert cut == (4, 0.0, 1 / 4, 0.0, 11)
 
 
+def test_a_text_of_which_the_end_alone_would_fit_keeps_a_token_of_its_own():
+    from tokenizers import processors
+
+    tokenizer = MODELS["make_tokenizer"]()
+    a, b, x = tokenizer.convert_tokens_to_ids(list("abx"))
+    form = processors.TemplateProcessing(single="$A </s> x", special_tokens=[("</s>", 1), ("x", x)])
+    tokenizer.backend_tokenizer.post_processor = form  # x as the language code of mBART
+    for limit, end in ((3, (1, x)), (2, (x,))):
+        assert pairs.encode(ROWS[:1], tokenizer, vocabulary=30, max_length=limit) == [((a, *end), (b, *end))]
+
+
 def test_sources_end_as_they_do_in_decoding():
     tokenizer = MODELS["make_tokenizer"]()
     tokenizer.backend_tokenizer.post_processor = None  # nothing is closed

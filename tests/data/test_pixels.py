@@ -106,6 +106,8 @@ def test_content_is_that_of_the_images_as_they_are_stored():
     same, other = encoded(images), encoded([*images[:-1], images[0]])
     assert pixels.content(same) == pixels.content(encoded([i.copy() for i in images])) != pixels.content(other)
     assert pixels.content(same.take([1, 0])) != pixels.content(same.take([0, 1]))
+    one, other = (Images(files.__getitem__, range(2)) for files in ([b"ab", b"c"], [b"a", b"bc"]))
+    assert pixels.content(one) != pixels.content(other)
     array = np.zeros((2, 8, 8, 3), dtype=np.uint8)
     assert pixels.content(array) == pixels.content(array.copy()) != pixels.content(array + 1)
 

@@ -169,6 +169,9 @@ def test_cut_report_counts_rows_by_what_they_lose(plain):
     assert got["two"] == text.Cut(1, 0, 0, 0, lengths["two"][0])
     # one token less: the first row loses EOS and keeps its answer
     assert text.cut_report(rows, plain, max_length=limit - 1)["one"][1:4] == (1, 2 / 3, 1 / 3)
+    start = 1 + len(pieces(plain, *rows["one"][2])[0])  # the place of the answer's first token
+    lost = [text.cut_report({"t": rows["one"][2:]}, plain, max_length=size)["t"] for size in (start, start + 1)]
+    assert [cut.whole_answer for cut in lost] == [1, 0]
     with pytest.raises(ValueError, match="task 'none' has no rows"):
         text.cut_report({"none": []}, plain)
 

@@ -48,6 +48,8 @@ def test_accuracy_counts_equal_entries():
         ("A", "A"),
         ("  b\n", "B"),
         ("(C)", "C"),
+        ("(b)", "B"),
+        ("[d].", "D"),
         ("D.", "D"),
         ("A.支持", "A"),
         ("\uff22", "B"),
@@ -107,8 +109,9 @@ def test_label_accuracies():
     assert label_accuracy(["A", "The answer is B", "c", ""], ["A", "B", "B", "C"]) == 50
     # the first character of the prediction, whatever follows
     predictions = ["B\nbecause", "Because", "The answer is B", "", " b)"]
-    assert first_letter_accuracy(predictions, ["B\nIt rhymes."] * 5) == 60
-    assert label_accuracy(predictions, ["B\nIt rhymes."] * 5) == 60
+    for metric, scores in ((first_letter_accuracy, (100, 100, 0, 0, 100)), (label_accuracy, (100, 0, 100, 0, 100))):
+        assert tuple(metric([text], ["B\nIt rhymes."]) for text in predictions) == scores
+        assert metric(predictions, ["B\nIt rhymes."] * 5) == 60
     assert first_letter_accuracy(["", "E"], ["A", "E"]) == 0
 
 

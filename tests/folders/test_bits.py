@@ -360,6 +360,16 @@ def test_one_coordinate_at_a_time(name, family, folders, tmp_path):
     folders.assert_same_bits(folders.load(tmp_path / "o"), folders.in_memory(CONFIGS[name], base, experts))
 
 
+@pytest.mark.parametrize(("part", "noted"), [(0.7, True), (0.45, False)])
+def test_a_change_of_which_more_than_half_is_lost_in_rounding_is_a_note(part, noted, folders, tmp_path):
+    base = {"w": torch.ones(8, dtype=torch.bfloat16)}
+    paths = folders.save_family(tmp_path, base, {"small": {"w": torch.full((8,), 1 + 2.0**-7)}})
+    config = TaskArithmetic(coef=1 / (1 + part))  # above 1 numbers are 2**-7 apart: rounded to the whole change
+    report = merge_folders(config, *paths, tmp_path / "out")
+    assert report.rounding_ratio == pytest.approx(part, abs=1e-4)
+    assert any("rounding is more than half" in text for text in report.notes) is noted
+
+
 def test_a_change_that_is_lost_in_rounding_is_a_note(folders, tmp_path):
     base = {"w": torch.ones(8, dtype=torch.bfloat16)}  # above 1 its numbers are 2**-7 apart
     paths = folders.save_family(tmp_path, base, {"small": {"w": torch.full((8,), 1 + 2.0**-9)}})

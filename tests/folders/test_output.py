@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -107,7 +108,36 @@ def test_an_interrupted_merge_of_another_recipe_is_begun_again(inputs, folders, 
         merge_folders(other, *inputs, tmp_path / name, shard_size=150)
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
     work = tmp_path / ".out.merging"
-    assert caplog.messages == [f"note: an unfinished merge in {work} is discarded: it has other settings or inputs"]
+    told = f"note: an unfinished merge in {work} is discarded: it has other settings or inputs"
+    assert caplog.messages == [told]
+    monkeypatch.setattr(run, "take_place", lambda *args: 1 / 0)
+    for vocabulary in ("error", "base-rows", "base-rows"):  # what is not in the settings of the merger counts too
+        with pytest.raises(ZeroDivisionError):
+            merge_folders(TA, *inputs, tmp_path / "rows", vocabulary=vocabulary)
+    assert caplog.messages == [told, told.replace(".out.", ".rows.")]
+
+
+def test_a_merge_that_resumes_needs_room_for_the_rest_alone(inputs, tmp_path, monkeypatch):
+    total, write = plan(TA, *inputs, tmp_path / "out", shard_size=150).disk, writing.write_chunk
+    left = iter(range(8))
+
+    def failing(*args):
+        if next(left) == 7:
+            raise OSError("the disk is gone")
+        write(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "write_chunk", failing)
+        with pytest.raises(OSError, match="the disk is gone"):
+            merge_folders(TA, *inputs, tmp_path / "out", shard_size=150)
+    present = sum(file.stat().st_blocks * 512 for file in (tmp_path / ".out.merging").glob("*.safetensors*"))
+    assert present > 0
+    free = [total - present - 1]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0]))
+    with pytest.raises(ValueError, match="are needed: free space or write elsewhere"):
+        merge_folders(TA, *inputs, tmp_path / "out", shard_size=150)
+    free[0] += 1
+    merge_folders(TA, *inputs, tmp_path / "out", shard_size=150)
 
 
 def test_a_kill_after_the_last_rename_leaves_a_folder_that_can_be_replaced(inputs, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from smat_fn.config import ModelStock, TaskArithmetic, WeightAverage
 from smat_fn.folders import merge_folders, open_folder, plan, read_inputs
-from smat_fn.folders.inputs.side_files import template_of
+from smat_fn.folders.inputs.side_files import TOKENIZER, template_of
 from smat_fn.folders.inputs.stacks import parts_of, stack_of, stacked
 
 _file = Path(__file__).parents[1] / "scripts/merge/make_recipes.py"
@@ -464,12 +465,28 @@ def test_labels_in_another_order_are_an_error_and_other_labels_a_note(models, tm
     ]
 
 
-FILES = "bpe.codes", "dict.txt", "entity_vocab.json", "target_vocab.json", "emoji.json", "custom_generate/generate.py"
+FILES = (  # one at least for each pattern
+    *("tokenizer.txt", "special_tokens_map.json", "added_tokens.json", "vocab.bpe", "merges.txt", "spiece.model"),
+    *("qwen.tiktoken", "chat_template.txt", "additional_chat_templates/tools.jinja", "source.spm", "tekken.json"),
+    *("normalizer.json", "bpe.codes", "dict.txt", "emoji.json", "byte_maps.json", "entity_vocab.json"),
+    *("target_vocab.json", "word_shape.json", "own.tokenizer", "custom_generate/generate.py"),
+)
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_every_file_of_a_tokenizer_and_a_models_own_decoding_come_along(file, models, tmp_path):
-    (models / "BASE" / file).parent.mkdir(exist_ok=True)
-    (models / "BASE" / file).write_text("{}")
+def test_every_file_of_a_tokenizer_and_a_models_own_decoding_come_along(models, tmp_path):
+    assert [own for own in (*TOKENIZER, "custom_generate/*") if not any(fnmatch(file, own) for file in FILES)] == []
+    for file in FILES:
+        (models / "BASE" / file).parent.mkdir(exist_ok=True)
+        (models / "BASE" / file).write_text("{}")
     merge_folders(TA, models / "BASE", {"A": models / "A"}, tmp_path / "out")
-    assert (tmp_path / "out" / file).read_text() == "{}"
+    out = tmp_path / "out"
+    assert {file: (out / file).read_text() for file in FILES if (out / file).exists()} == dict.fromkeys(FILES, "{}")
+
+
+def test_the_configuration_names_the_dtype_of_the_weights(models, tmp_path):
+    for given, named in (({}, ["torch_dtype"]), ({"dtype": "float32"}, ["dtype", "torch_dtype"])):
+        change(models / "BASE", **given)
+        out = tmp_path / "_".join(named)
+        merge_folders(TA, models / "BASE", {"A": models / "A"}, out, out_dtype="bfloat16")
+        config = json.loads((out / "config.json").read_text())
+        assert {name: config[name] for name in config if "dtype" in name} == dict.fromkeys(named, "bfloat16")

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import json
 import logging
 import weakref
@@ -1360,6 +1361,24 @@ def test_attach_in_a_callback_begins_with_the_next_step(event, tmp_path):
     assert len(handles) == 1
     lines = [line.get("smat/simulated", 0.0) for line in trainer.state.log_history if "loss" in line]
     assert lines == [0.0, 0.0, 0.0 if event == "on_pre_optimizer_step" else 1.0, 1.0]
+
+
+def test_attach_after_the_last_step_that_would_be_simulated_says_so(tmp_path, caplog):
+    class Join(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == 3:  # its steps are 3 and 4, and steps 2 and 5 those of period 3
+                attach(trainer, key=KEY, base=copies(tiny_llama()), **STRENGTHS | {"period": 3})
+
+    caplog.set_level(logging.WARNING, logger="smat_fn")
+    trainer = own_trainer(tiny_llama(), tmp_path, callbacks=[Join()], max_steps=5)
+    trainer.train()
+    assert "no step is simulated, period is 3 and training ends after step 5" in caplog.text
+
+
+def test_the_defaults_are_those_of_build():
+    own, other = (inspect.signature(function).parameters for function in (attach, smat.build))
+    names = "alpha_min", "drop_prob", "sigma", "period", "noise", "where"
+    assert {name: own[name].default for name in names} == {name: other[name].default for name in names}
 
 
 def test_attach_between_micro_batches_is_refused(tmp_path):

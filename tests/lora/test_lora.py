@@ -226,7 +226,9 @@ def test_square_weights_of_both_layouts_are_read_as_they_were_written(tmp_path):
     base = {"h.0.attn.weight": torch.zeros(4, 4), "h.0.up.weight": torch.zeros(4, 4)}
     adapter = lora.Lora(tuple(base), rank=2, alpha=4.0, transposed=frozenset({"h.0.attn.weight"}))
     trained = {name: torch.randn_like(leaf) for name, leaf in lora.init(KEY, base, adapter).items()}
-    lora.save_peft(tmp_path, trained, adapter, base="tiny", overwrite=True)
+    for kind in (None, "CAUSAL_LM"):
+        lora.save_peft(tmp_path, trained, adapter, base="tiny", task_type=kind, overwrite=True)
+        assert json.loads((tmp_path / "adapter_config.json").read_text())["task_type"] == kind
     read, known = lora.load_peft(tmp_path)
     assert known == adapter
     for path, leaf in lora.expand(read, base, known).items():

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from smat_fn import draw, optim, parallel, random, reweight, simulate, value_and
 from smat_fn.data.batching import split_rows
 from smat_fn.grad import ModuleLoss, with_master_weights
 from smat_fn.mat import finetune, simulated
-from smat_fn.parallel import ALONE, replicas
+from smat_fn.parallel import ALONE, replicas, world
 from smat_fn.types import Micro
 
 from . import worker
@@ -27,7 +28,7 @@ def found(tmp_path_factory):
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.parallel.worker", str(folder)]
     done = subprocess.run(
-        command, env=environment, cwd=root, stderr=subprocess.PIPE, text=True, check=False, timeout=120
+        command, env=environment, cwd=root, stderr=subprocess.PIPE, text=True, check=False, timeout=600
     )
     assert done.returncode == 0, done.stderr
     return [torch.load(folder / f"found{rank}.pt") for rank in range(2)]
@@ -303,6 +304,39 @@ def test_what_is_no_share_is_named():
         own = finetune.build(parallel.replicated(loss_fn), optim.adam(1e-2), base)
         with pytest.raises(ValueError, match=r"the batch is not that of parallel\.share"):
             own.update(KEY, own.init(base), worker.batch(0))
+
+
+@pytest.mark.parametrize("kind", ["module", "function"])
+def test_the_key_of_a_loss_is_another_one_in_each_process(kind, monkeypatch):
+    module, seen = worker.model(), []
+
+    def loss(module, batch, *, key):
+        seen.append(key.tolist())
+        return worker.squares(module, batch)
+
+    loss_fn = ModuleLoss(module, loss)
+    inner = loss_fn if kind == "module" else lambda params, batch, *, key: loss_fn(params, batch, key=key)
+    params = {path: p.detach() for path, p in module.named_parameters()}
+    monkeypatch.setattr(replicas.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(replicas.dist, "all_reduce", lambda *args, **options: None)
+    for rank in (0, 1, 0):
+        monkeypatch.setattr(replicas.dist, "get_rank", lambda rank=rank: rank)
+        parallel.replicated(inner)(params, parallel.Share(worker.batch(0), 1.0), key=KEY)
+    assert seen[0] == seen[2] != seen[1]
+    assert KEY.tolist() not in seen
+
+
+def test_what_the_first_process_prepares_may_take_hours(monkeypatch):
+    asked, dist = [], world.dist
+    for name in ("init_process_group", "destroy_process_group", "barrier"):
+        monkeypatch.setattr(dist, name, lambda *args: None)
+    monkeypatch.setattr(dist, "new_group", lambda **options: asked.append(options) or "hosts")
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with parallel.joined() as found:
+        assert found == (1, 2, "hosts")
+    assert asked == [{"backend": "gloo", "timeout": timedelta(days=1)}]
 
 
 def test_parameters_of_which_a_process_holds_a_part_are_no_parameters_of_a_method():

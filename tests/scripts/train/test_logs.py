@@ -175,6 +175,13 @@ def test_a_line_says_tokens_a_second_memory_and_the_share_of_simulating(tmp_path
     assert (first["seconds"], last["seconds"]) == (2.0, 7.5)
 
 
+def test_the_largest_norm_is_that_of_all_lines(tmp_path):
+    with Log(tmp_path / "log.jsonl", task="t", total=3, device=CPU, rates=lambda step: {}) as log:
+        for step, norm in enumerate((2.0, 5.0, 0.0)):
+            log.step(step, Info(torch.tensor(1.0), None, torch.tensor(norm)), torch.zeros(4, 2))
+    assert log.largest_norm == 5
+
+
 class Reads(TorchDispatchMode):
     """Counts values that are taken out of tensors, for which a device would be waited for."""
 

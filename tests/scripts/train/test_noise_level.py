@@ -49,6 +49,17 @@ def test_sigma_is_that_of_a_run_of_ft_beside_it(suite, runs, train, tmp_path):
     assert said.endswith("updates in a-other-rate (learning rate 0.001, here 0.0005) at gamma 0.3")
 
 
+def test_a_run_of_ft_with_the_same_seed_comes_before_one_with_the_same_learning_rate(suite, runs, tmp_path):
+    changes = {"a-seed": ('"seed": 21', '"seed": 22'), "b-rate": ('"lr": 0.0005', '"lr": 0.001')}
+    for name, change in changes.items():
+        shutil.copytree(runs["ft"], tmp_path / name)
+        for path in (tmp_path / name).glob("*/manifest.json"):
+            path.write_text(path.read_text().replace(*change))
+    run = RunOptions(tmp_path / "smat", ("rot90",), 21)
+    assert noise_level.settled(suite, SMAT, SIX, run)[1]["run"] == "b-rate"
+    assert noise_level.settled(suite, SMAT, SIX, replace(run, seed=22))[1]["run"] == "a-seed"
+
+
 def test_a_signal_ends_the_estimate_at_once(train, tmp_path, monkeypatch):
     monkeypatch.setattr(noise_level, "train_expert", lambda *a, **options: signal.raise_signal(signal.SIGTERM))
     told = r"^stopped by signal 15 before the first step: rerun the command$"
@@ -160,6 +171,20 @@ def test_a_power_of_the_steps_is_extrapolated_exactly(steps, tmp_path, monkeypat
     training, run = Training(steps=steps, lr=1e-3, schedule="constant"), RunOptions(tmp_path, ("a", "b"), 0)
     _, origin = noise_level._estimated(stub, training, run, lambda line: None, "")
     assert origin["update"] == pytest.approx(1e-3 * steps**0.75, rel=1e-5)
+
+
+@pytest.mark.parametrize(("power", "taken"), [(0.2, 0.5), (2.0, 1.0)])
+def test_a_power_is_at_least_that_of_random_steps_and_at_most_that_of_equal_ones(power, taken, tmp_path, monkeypatch):
+    monkeypatch.setattr(noise_level, "_moved", lambda suite, task, training, steps, seed: 1e-3 * steps**power)
+    stub = SimpleNamespace(tasks=("a", "b"), epoch_steps=None)
+    training, run = Training(steps=400, lr=1e-3, schedule="constant"), RunOptions(tmp_path, ("a", "b"), 0)
+    _, origin = noise_level._estimated(stub, training, run, lambda line: None, "")
+    assert origin["update"] == pytest.approx(1e-3 * 20**power * (400 / 20) ** taken, rel=1e-5)
+
+
+def test_a_short_run_is_not_averaged(suite):
+    moved = [noise_level._moved(suite, "rot90", replace(SIX, average=name), 2, 21) for name in (None, "ema:0.9")]
+    assert moved[0] == moved[1] > 0
 
 
 def test_a_resumed_run_keeps_its_sigma(suite, runs, train, tmp_path):

@@ -124,6 +124,14 @@ def test_a_run_whose_noise_is_lost_in_rounding_warns(suite, train, tmp_path):
     assert told[0] == f"warning: {line}; --precision fp32 keeps the noise, and small updates too"
 
 
+def test_a_run_of_which_under_half_is_lost_in_rounding_does_not_warn(suite, train, tmp_path):
+    told, method = [], Smat(alpha_min=0.1, drop_prob=0.5, sigma=1e-4, period=2, noise="uniform")
+    training = Training(steps=1, lr=5e-4, precision="mixed")
+    assert coarse_line(suite.base, method, training) > "" == coarse_line(suite.base, method, training, above=0.5)
+    train(tmp_path, method=method, tasks=("rot90",), training=training, report=told.append)
+    assert not any("Perturb cannot move" in line for line in told)
+
+
 def test_a_run_says_sigma_the_probe_and_steps_that_are_never_simulated(train, tmp_path):
     told, method = [], Smat(alpha_min=0.1, drop_prob=0.5, sigma=0.01, period=7, noise="uniform")
     train(tmp_path, method=method, tasks=("rot90",), probe=2, probe_at=method, report=told.append)

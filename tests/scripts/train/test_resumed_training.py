@@ -318,6 +318,25 @@ def test_a_signal_ends_what_comes_before_the_first_step_at_once(runs, train, sui
     assert weights_of(tmp_path, "rot90") == weights_of(runs["smat"], "rot90")
 
 
+@pytest.mark.parametrize("number", snapshots.ASKING)
+def test_a_second_signal_ends_at_once_unless_it_may_be_the_first_passed_on(number):
+    ended = []
+    before = signal.signal(number, lambda *_: ended.append(number))
+    try:
+        for second_ends in (True, False):
+            with snapshots.on_signals(second_ends=second_ends) as stop:
+                signal.raise_signal(number)
+                assert (stop.signal, ended) == (number, [])
+                signal.raise_signal(number)
+                assert ended == [number] * second_ends
+            ended.clear()
+            signal.raise_signal(number)  # after it, what it was before
+            assert ended == [number]
+            ended.clear()
+    finally:
+        signal.signal(number, before)
+
+
 def test_killed_before_any_snapshot_it_starts_anew(runs, train, tmp_path, monkeypatch):
     after(monkeypatch, 3, kill)
     with pytest.raises(Killed):

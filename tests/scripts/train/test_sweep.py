@@ -193,6 +193,13 @@ def test_one_process_at_a_time_on_each_device(script, tmp_path):
     ended = dict((job.name, status) for job, status in launching.local(devices=("0", "3"))(jobs))
     assert ended == dict.fromkeys("01234", 0)
     assert {device for _, device in calls(script)} == {"0", "3"}
+    file = tmp_path / "order"
+    line = f"echo begin $CUDA_VISIBLE_DEVICES >> {file}; sleep 0.1; echo end $CUDA_VISIBLE_DEVICES >> {file}"
+    jobs = [Job(str(i), ("sh", "-c", line), tmp_path / f"{i}.log") for i in range(5)]
+    assert len(list(launching.local(devices=("0", "3"))(jobs))) == 5
+    for device in "03":
+        own = [line.split()[0] for line in file.read_text().splitlines() if line.endswith(device)]
+        assert own == ["begin", "end"] * (len(own) // 2)
 
 
 def test_children_are_ended_when_the_parent_stops(tmp_path):
@@ -206,8 +213,10 @@ def test_children_are_ended_when_the_parent_stops(tmp_path):
     ]
     running = launching.local(processes=2)(jobs)
     assert next(running)[0].name == "quick"
+    deadline = time.monotonic() + 60
     while "up" not in (tmp_path / "slow.log").read_text():
-        pass
+        assert time.monotonic() < deadline, "the slow job has not begun within a minute"
+        time.sleep(0.01)
     running.close()
     assert (tmp_path / "slow.log").read_text() == "up\nsaved\n"
 
@@ -241,6 +250,14 @@ def test_jobs_of_a_cluster(script, tmp_path):
     jobs = [Job(name, (sys.executable, str(script), name), tmp_path / f"{name}.log") for name in ("one", "two")]
     launch = launching.submitit_jobs(tmp_path / "submitit", cluster="debug", timeout_min=1)
     assert {job.name: status for job, status in launch(jobs)} == {"one": 0, "two": 3}
+
+
+def test_a_job_of_a_cluster_has_a_day_and_a_gpu_unless_told_otherwise(tmp_path, monkeypatch):
+    submitit, taken = pytest.importorskip("submitit"), []
+    monkeypatch.setattr(submitit.AutoExecutor, "update_parameters", lambda self, **given: taken.append(given))
+    launching.submitit_jobs(tmp_path, cluster="debug")
+    launching.submitit_jobs(tmp_path, cluster="debug", timeout_min=5)
+    assert taken == [{"timeout_min": minutes, "gpus_per_node": 1} for minutes in (24 * 60, 5)]
 
 
 PREEMPTED = """

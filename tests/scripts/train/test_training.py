@@ -329,8 +329,11 @@ def test_a_finished_expert_is_probed_when_its_run_is_resumed(suite, train, tmp_p
     assert checkpoint.load_manifest(tmp_path / "two" / "rot90") == {**manifest, "probe": probed}
     line = f"rot90: dev loss {probed['clean']:.4f}, at 2 simulated states {probed['simulated']:.4f}"
     assert said == ["rot90: already finished", line, "rot90: already finished"]
-    train(tmp_path / "two", "ft", probe=1, resume=True, **options)
-    assert checkpoint.load_manifest(tmp_path / "two" / "rot90")["probe"]["keys"] == 1
+    for count, sigma in ((1, at.sigma), (1, 2 * at.sigma)):
+        changed = options | {"probe": count, "probe_at": replace(at, sigma=sigma)}
+        train(tmp_path / "two", "ft", resume=True, **changed)
+        found = checkpoint.load_manifest(tmp_path / "two" / "rot90")["probe"]
+        assert (found["keys"], found["sigma"]) == (count, sigma)
 
 
 @pytest.mark.parametrize("adapters", [None, Adapters(2, 4.0)])
