@@ -169,6 +169,7 @@ MUTANTS = [
         ("and self._weights is not None and self._summed == self._step:", "and self._weights is not None:"),
         ("_ORIGINS[p] = self._origin[path]", "pass"),
         ("self._early.callback(part.register_forward_pre_hook(before).remove)", "pass"),
+        ("start = 0 if _RECORD in state.stateful_callbacks else state.global_step", "start = 0"),
     ),
     *_of(
         "data/splits.py",
@@ -738,5 +739,28 @@ MUTANTS = [
     *_of(
         "scripts/analyse/weights.py",
         ("sigma if sigma is not None else own or suggested", "own or suggested"),
+    ),
+    # training runs, and the data and folders beside them
+    *_of(
+        "scripts/train/logs.py",
+        ('max(self.largest_norm, self._last["grad_norm"])', 'self._last["grad_norm"]'),
+    ),
+    *_of(
+        "scripts/train/noise_level.py",
+        ('chosen.append((first["seed"] != run.seed, ', "chosen.append((False, "),
+        (
+            "min(1.0, max(0.5, math.log2(full / half) / math.log2(long / (long // 2))))",
+            "math.log2(full / half) / math.log2(long / (long // 2))",
+        ),
+    ),
+    *_of("scripts/train/launching.py", ("places = list(devices) or", "places = list(devices) * 2 or")),
+    *_of("scripts/train/snapshots.py:on_signals", ("if second_ends:", "if False:")),
+    *_of("parallel/replicas.py:_of_this_process", ('random.fold_in(key, f"rank:{dist.get_rank()}")', "key")),
+    *_of("evaluate/metrics.py:first_letter_accuracy", ("extract_label(p[:1])", "extract_label(p)")),
+    *_of("data/pixels.py:content", ('len(encoded).to_bytes(8, "little") + encoded', "encoded")),
+    *_of(
+        "folders/run.py",
+        ("parts += [more, written(job).label,", "parts += [written(job).label,"),
+        ("needed - present <= free", "needed <= free"),
     ),
 ]

@@ -32,6 +32,7 @@ TESTS = {
     "grad": "tests/core/test_grad.py",
     "tree.py": "tests/core/test_grad.py",
     "where.py": "tests/core/test_where.py",
+    "scripts": "tests/scripts/train",
     "_loops.py": "tests/folders/test_loops.py",
     "_loops.py:packed": "tests/ops/test_loops.py",
     "scripts/commands/train.py": "tests/commands/test_scripts.py",
@@ -49,10 +50,10 @@ HEAD = """# Mutation check
 `make mutants` puts small faults into a copy of the library, one at a time (sign flips, off-by-one, swapped arguments,
 dropped terms), and runs the tests in the folder of the fault's package until one fails (for `grad` and `tree.py`
 `tests/core/test_grad.py`, for `where.py` `tests/core/test_where.py`, for the compiled loops
-`test_loops.py` of `tests/folders` or `tests/ops`, for options of the scripts a file of `tests/commands`).
-`benchmarks/mutants/catalogue.py` lists the faults. A fault whose place in the source is gone is reported, not skipped;
-a fault runs again when its file, or the test that found it, has changed. `benchmarks/results/mutants.json` names the
-test that found each fault.
+`test_loops.py` of `tests/folders` or `tests/ops`, for `scripts` `tests/scripts/train`, for options of the scripts a
+file of `tests/commands`). `benchmarks/mutants/catalogue.py` lists the faults. A fault whose place in the source is gone
+is reported, not skipped; a fault runs again when its file, or the test that found it, has changed.
+`benchmarks/results/mutants.json` names the test that found each fault.
 """
 
 Result = dict[str, Any]

@@ -119,11 +119,12 @@ def test_docstrings_are_no_anchors(root):
 def test_the_catalogue_names_each_fault_once_and_changes_something():
     assert len({mutant[:3] for mutant in MUTANTS}) == len(MUTANTS) >= 60
     assert all(mutant.old != mutant.new for mutant in MUTANTS)
+    parts = (
+        "simulation", "mat", "optim", "merge", "folders", "ops", "integrations", "data", "suites", "parallel",
+        "evaluate",
+    )  # fmt: skip
     assert {running.tests_of(mutant) for mutant in MUTANTS} == {
-        *(
-            f"tests/{part}"
-            for part in ("simulation", "mat", "optim", "merge", "folders", "ops", "integrations", "data", "suites")
-        ),
+        *(f"tests/{part}" for part in parts),
         *running.TESTS.values(),
     }
 

@@ -41,8 +41,8 @@ def rows(tmp_path_factory):
     for task in ("FOMC", "mine"):
         (folder / task).mkdir()
         for split, size in (("train", 7), ("dev", 3), ("eval", 2)):
-            none = "" if split == "train" else "b"  # scores need a letter
-            answers = [("ab"[: i % 3] or none) for i in range(size)]
+            kinds = ("", "a", "ab") if split == "train" else ("b", "a", "a.")  # scores need a letter that stands alone
+            answers = [kinds[i % 3] for i in range(size)]
             own = [{"prompt": f"{split} {'abc'[i % 3] * (i + 1)}", "answer": own} for i, own in enumerate(answers)]
             (folder / task / f"{split}.json").write_text(json.dumps(own))
     return folder

@@ -112,6 +112,7 @@ def test_label_accuracies():
     for metric, scores in ((first_letter_accuracy, (100, 100, 0, 0, 100)), (label_accuracy, (100, 0, 100, 0, 100))):
         assert tuple(metric([text], ["B\nIt rhymes."]) for text in predictions) == scores
         assert metric(predictions, ["B\nIt rhymes."] * 5) == 60
+    assert TRACE_METRICS["ScienceQA"] is first_letter_accuracy
     assert first_letter_accuracy(["", "E"], ["A", "E"]) == 0
 
 
