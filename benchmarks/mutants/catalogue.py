@@ -42,7 +42,6 @@ MUTANTS = [
     ),
     *_of(
         "simulation/state.py",
-        ("0 < max_norm < math.inf", "0 <= max_norm < math.inf"),
         ("alpha_min == 1 and drop_prob == 0 and sigma == 0", "alpha_min == 1 and drop_prob == 0"),
         ("starts.get(path, 0)", "0"),
         ("type(start) is int and start >= 0", "type(start) is int and start >= -1"),
@@ -753,6 +752,7 @@ MUTANTS = [
             "math.log2(full / half) / math.log2(long / (long // 2))",
         ),
     ),
+    *_of("simulation/state.py:check_max_norm", ("0 < max_norm < math.inf", "0 <= max_norm < math.inf")),
     *_of("scripts/train/launching.py", ("places = list(devices) or", "places = list(devices) * 2 or")),
     *_of("scripts/train/snapshots.py:on_signals", ("if second_ends:", "if False:")),
     *_of("parallel/replicas.py:_of_this_process", ('random.fold_in(key, f"rank:{dist.get_rank()}")', "key")),

@@ -33,6 +33,7 @@ TESTS = {
     "tree.py": "tests/core/test_grad.py",
     "where.py": "tests/core/test_where.py",
     "scripts": "tests/scripts/train",
+    "simulation/state.py:check_max_norm": "tests/optim/test_chain.py",
     "_loops.py": "tests/folders/test_loops.py",
     "_loops.py:packed": "tests/ops/test_loops.py",
     "scripts/commands/train.py": "tests/commands/test_scripts.py",
