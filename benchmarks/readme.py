@@ -344,6 +344,16 @@ def merge_avx2(result: dict[str, Any]) -> str:
     )
 
 
+def merge_shared(result: dict[str, Any]) -> str:
+    """Mergers that share one compiled loop, beside mergekit."""
+    times = "; ".join(f"{row['merger']}: {row['times the floor']:.1f}" for row in model_rows(result))
+    return (
+        f"{beside_mergekit(result)}\n"
+        f"Mergers that share one loop, on a third machine. Times over copying the same bytes are {times}. From "
+        f"`{result['command']}` at commit {result['commit'][:7]} on {result['hardware']}.\n"
+    )
+
+
 def _later(result: dict[str, Any]) -> str:
     """Sentences on rows that are not of the run of all."""
     found = dict.fromkeys((row["merger"], row["commit"][:7]) for row in result["rows"] if "commit" in row)
@@ -521,6 +531,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "text_data_mergers": ("docs/merging.md", text_data_mergers),
     "merge": ("docs/folders.md", merge),
     "merge_avx2": ("docs/folders.md", merge_avx2),
+    "merge_shared": ("docs/folders.md", merge_shared),
     "kernels": ("docs/kernels.md", kernels),
     "steps": ("docs/kernels.md", steps),
 }
