@@ -39,10 +39,10 @@ def assert_effects(call, options, table, *, besides=()):
     """Every option of a command reaches the functions that do the work, and nothing else changes.
 
     Args:
-        call: what these functions get for the options, by name.
+        call: runs the command with stubs for these functions, and gives their arguments by name.
         table: (values of options, what changes): a row tests the last of its options, which the others make possible.
         besides: options that need no row.
-    Returns: what they get for ``options``.
+    Returns: the arguments for ``options``.
     """
     plain, last = call(options), [[*given.items()][-1] for given, _ in table]
     whole = {name for name, value in last if is_dataclass(value)}

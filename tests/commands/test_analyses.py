@@ -110,7 +110,7 @@ ANALYSES = {
 
 
 def asked(monkeypatch):
-    """What the functions that do the work get from an analysis, by name: none of them does any."""
+    """Replace the functions that load, score and draw. Returns: a dict that gets their arguments, by name."""
     got = {}
     named = partial(dict.__setitem__, got)
 
