@@ -24,6 +24,9 @@ class Problems(ValueError):
         super().__init__("; ".join(problems))
         self.problems = tuple(problems)
 
+    def __reduce__(self) -> tuple[type["Problems"], tuple[tuple[str, ...]]]:
+        return type(self), (self.problems,)  # an exception is copied by its message, which is no sequence of problems
+
 
 def raise_problems(problems: Sequence[str], of: str = "") -> None:
     """Raises: `Problems`, if there are any, each once; of: whose they are, its first word.

@@ -22,7 +22,7 @@ from smat_fn.scripts.evaluate.evaluation import evaluate, find_checkpoints
 from smat_fn.scripts.evaluate.sources import OUTCOME
 from smat_fn.scripts.train import memory
 
-from .trial import Kind, Trial, time_kinds
+from .trial import Kind, Trial
 
 Outcome = dict[str, Any]
 
@@ -81,8 +81,7 @@ def run_trials(
     """`run_trial` of each, in order, in ``jobs`` processes of one thread (1: this one); yields them as they finish.
 
     First what the suites keep in the cache and is not there yet is made: bases, states of frozen layers. Time left is
-    reckoned from finished trials, before there are any from a few steps of every kind
-    (`time_kinds`). A trial that fails does not stop the others.
+    reckoned from finished trials. A trial that fails does not stop the others.
 
     Args: report: gets a line per finished trial, and a forecast in advance; run_one: in place of `run_trial`.
     Raises: ValueError for a trial that is there twice; RuntimeError, at the end, that lists the trials that failed.
@@ -105,9 +104,7 @@ def run_trials(
         report(f"{len(done)} of {len(trials)} trials stand; bases of {len(firsts)} seeds: pretrained unless cached")
         for _, run in _each(pool, _prepare, list(reversed(firsts.values()))):
             run.result()
-        kinds = {trial.kind(): trial for trial in left}
-        guess = next(run for _, run in _each(pool, time_kinds, [(list(kinds.values()),)])).result()
-        report(f"{len(left)} trials in {jobs} processes, {_time_left(left, seconds, guess, jobs)}")
+        report(f"{len(left)} trials in {jobs} processes, {_time_left(left, seconds, jobs)}")
         todo = list(left)
         for place, run in _each(pool, run_one, [(trial, work, test, keep(trial)) for trial in todo]):
             trial = todo[place]
@@ -120,19 +117,18 @@ def run_trials(
                 continue
             seconds.setdefault(trial.kind(), []).append(found["seconds"])
             nth, five = f"[{len(trials) - len(left)}/{len(trials)}]", found["five"]
-            report(f"{nth} {trial}: dev {five:.2f}, {found['seconds']:.0f} s; {_time_left(left, seconds, guess, jobs)}")
+            report(f"{nth} {trial}: dev {five:.2f}, {found['seconds']:.0f} s; {_time_left(left, seconds, jobs)}")
             yield trial, found
     if failed:
         raise RuntimeError("these trials failed, run again to retry them: " + "; ".join(failed))
 
 
-def _time_left(
-    left: Sequence[Trial], seconds: Mapping[Kind, Sequence[float]], guess: Mapping[Kind, float], jobs: int
-) -> str:
-    """The estimated time left, from the seconds of finished trials and guesses for other kinds."""
+def _time_left(left: Sequence[Trial], seconds: Mapping[Kind, Sequence[float]], jobs: int) -> str:
+    """The estimated time left, from the seconds of finished trials; a kind without any takes as long as the others."""
+    if not seconds:
+        return "the time left is known when one has finished"
     known = {kind: fmean(values) for kind, values in seconds.items()}
-    pace = fmean([known[kind] / guess[kind] for kind in guess if kind in known] or [1.0])
-    total = sum(known.get(trial.kind(), guess[trial.kind()] * pace) for trial in left)
+    total = sum(known.get(trial.kind(), fmean(known.values())) for trial in left)
     return f"about {max(1, round(total / jobs / 60))} min left"
 
 

@@ -17,8 +17,7 @@ from scipy import stats
 from benchmarks import digits as benchmark
 from benchmarks import digits_methods, methods, minilm_methods, readme
 from benchmarks.study import by_data
-from benchmarks.study import trials as study_trials
-from benchmarks.study.trial import Trial, _tick, time_kinds, whole_periods
+from benchmarks.study.trial import Trial, _tick, whole_periods
 from benchmarks.study.trials import OUTCOME, outcome, rows_of, run_trial, run_trials
 from smat_fn import checkpoint, config, machine, merge
 from smat_fn.config import DIGITS, Dare, Ties, Training
@@ -59,7 +58,6 @@ def _small():
         patch.setattr(digits, "DigitsOptions", Few)
         patch.setattr(digits, "TASKS", {task: digits.TASKS[task] for task in ("rot90", "stripes")})
         patch.setattr(digits, "splits", lambda seed: {name: few(part, name) for name, part in true(seed).items()})
-        patch.setattr(study_trials, "time_kinds", partial(time_kinds, steps=2))
         yield
 
 

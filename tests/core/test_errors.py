@@ -1,5 +1,7 @@
 """Problems as one error: each once, at most ten, with a suggestion for a mistyped name."""
 
+import pickle
+
 import pytest
 
 from smat_fn.errors import (
@@ -67,3 +69,8 @@ def test_a_mistyped_name_is_suggested():
 )
 def test_an_exception_is_quoted_by_its_first_line(text, line):
     assert first_line(KeyboardInterrupt(text)) == line
+
+
+def test_problems_survive_the_way_back_from_another_process():
+    copied = pickle.loads(pickle.dumps(Problems(["a is 1", "b is 2"])))
+    assert (str(copied), copied.problems) == ("a is 1; b is 2", ("a is 1", "b is 2"))
