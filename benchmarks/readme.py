@@ -354,6 +354,20 @@ def merge_shared(result: dict[str, Any]) -> str:
     )
 
 
+def merge_gpu(result: dict[str, Any]) -> str:
+    """Merges on a GPU, beside the same on that machine's CPU and mergekit's on the GPU."""
+    head = "Merger", "s", "on the CPU", "mergekit s", "command s", "mergekit's", "ratio"
+    shown = {"s": 2, "s on the CPU": 2, "mergekit s": 2, "command s": 1, "mergekit command s": 1, "command ratio": 1}
+    rows = [(row["merger"], *(f"{row[name]:.{digits}f}" for name, digits in shown.items())) for row in result["rows"]]
+    other = sum(row["other bits than the CPU's"] for row in result["rows"])
+    return (
+        f"{table(head, rows)}\n"
+        f"{result['experts']} experts of {result['MB of a model']} MB, {result['threads']} threads, chunks of "
+        f"{result['chunk']:,} coordinates; mergekit on the GPU too. Weights that differ from those merged on the CPU: "
+        f"{other}. From `{result['command']}` at commit {result['commit'][:7]} on {result['hardware']}.\n"
+    )
+
+
 def _later(result: dict[str, Any]) -> str:
     """Sentences on rows that are not of the run of all."""
     found = dict.fromkeys((row["merger"], row["commit"][:7]) for row in result["rows"] if "commit" in row)
@@ -532,6 +546,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "merge": ("docs/folders.md", merge),
     "merge_avx2": ("docs/folders.md", merge_avx2),
     "merge_shared": ("docs/folders.md", merge_shared),
+    "merge_gpu": ("docs/folders.md", merge_gpu),
     "kernels": ("docs/kernels.md", kernels),
     "steps": ("docs/kernels.md", steps),
 }

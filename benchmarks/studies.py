@@ -7,11 +7,13 @@ device at hand and prints the minutes of each part; ``--tasks``, ``--rows`` and 
 of no stage, whose results stay in FOLDER.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import torch
 from tyro.conf import Positional
 
 from smat_fn.config import PRESETS, IsoC, Msam, Training, TsvMerge, Wudi
@@ -42,6 +44,7 @@ class Backbone(NamedTuple):
     tuned_on: Options = ()  # options of the suite in tuning
     others: bool = False  # evaluation scores every merger that needs no data
     mergers: tuple[str, ...] = ()  # some of the names; none: all
+    tf32: bool = False  # on a GPU, matrix products of float32 round their inputs
     asks: bool = False  # the data are labelled texts, whose classes a language model is asked for
 
 
@@ -60,6 +63,7 @@ BACKBONES = {
         alpha_min=1.0,
         tuned_on=(("tasks", ("DTD", "EuroSAT", "GTSRB")),),
         mergers=PAPERS,
+        tf32=True,
     ),
     "vit_blocks": Backbone(
         "clip-vit-b32",
@@ -230,6 +234,9 @@ def main(
     tried = {key: value for key, value in {"rows": rows, "tasks": tasks}.items() if value}
     if BACKBONES[name].asks:
         data = str(asked.write_rows(data, folder / "rows"))
+    if BACKBONES[name].tf32 and torch.cuda.is_available():
+        torch.set_float32_matmul_precision("high")
+        os.environ["TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"] = "1"  # of the processes of the trials
     own = study(name, model, data, tried)
     facts = timing.describe(f"python -m benchmarks studies FOLDER --name {name} --model MODEL --data DATA")
     if steps is not None or tried:

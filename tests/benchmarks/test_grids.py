@@ -181,6 +181,19 @@ def test_results_name_the_gpu_that_suites_take(tmp_path, monkeypatch):
     assert "one NVIDIA X (" in found[0]["hardware"]
 
 
+@pytest.mark.parametrize(("name", "gpu", "rounds"), [("vit", True, True), ("vit", False, False), ("text", True, False)])
+def test_matrix_products_are_rounded_on_a_gpu_where_the_protocol_says_so(tmp_path, monkeypatch, name, gpu, rounds):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA X")
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", chosen.append)
+    monkeypatch.setattr(grids.Widening, "run", lambda *given: None)
+    monkeypatch.setattr(studies.os, "environ", dict(studies.os.environ))
+    studies.main(tmp_path, name=name, model="/model", data="/data")
+    assert chosen == ["high"] * rounds
+    assert ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE" in studies.os.environ) == rounds
+
+
 def test_a_trial_run_is_on_a_seed_of_no_stage_and_writes_into_its_folder(tmp_path):
     study = studies._trial_run(studies.study("smollm2", "/model", "/data", {}), tmp_path, 3)
     assert study.protocol.tuning == study.protocol.evaluation == (studies.TRIAL_SEED,)

@@ -299,7 +299,7 @@ def test_devices_that_are_not_there(inputs, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert refusal(tmp_path, *inputs, device="cuda:2") == ["device is 'cuda:2', but the last GPU is cuda:1"]
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    for free, chunk in ((80 << 30, 1 << 25), (1 << 30, (1 << 30) // 160), (1 << 20, 1 << 19)):
+    for free, chunk in ((80 << 30, 1 << 27), (1 << 30, (1 << 30) // 160), (1 << 20, 1 << 19)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 80 << 30))
         job, _ = prepare(TA, *inputs, tmp_path / "out", device="cuda", workers=2)
         assert job.device == torch.device("cuda:1")  # as tensors there say

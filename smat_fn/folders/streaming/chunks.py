@@ -25,7 +25,7 @@ T = TypeVar("T")
 AHEAD = 2  # tasks per thread that wait in line
 SPAN = 1 << 18  # coordinates of a leaf at a time, at most: more would only leave the processor's cache
 ROWS = 1 << 15  # the same where a loop sorts rows
-ON_DEVICE = 1 << 25  # coordinates of a chunk on a GPU: of fewer the launches take longer than the work
+ON_DEVICE = 1 << 27  # coordinates of a chunk on a GPU: of fewer the launches take longer than the work
 STARTED = 1 << 31  # weights of all experts whose sum by a loop saves the 0.3 s that numba takes to start
 
 
