@@ -142,7 +142,7 @@ class ShortText(EncoderSuite):
         splits = {task: self._data[task].splits for task in chosen}
         notes = [shared_rows(task, {s: rows.texts for s, rows in found.items()}) for task, found in splits.items()]
         notes += [two_labels(task, *found["train"]) for task, found in splits.items()]
-        notes += [_made_splits(task, self._data[task]) for task in chosen]
+        notes += [_made_splits(task, self._data[task], own.rows) for task in chosen]
         self.made = {task: self._data[task].made for task in chosen if self._data[task].made}
         for task, parts in splits.items():
             labels = {split: rows.labels[: own.rows] for split, rows in parts.items()}
@@ -294,9 +294,9 @@ class ShortText(EncoderSuite):
         return cached("text-head", config, lambda: fit_head(encoder.features(ids), labels, c=own.head_c))
 
 
-def _made_splits(task: str, data: Task) -> list[str]:
-    """A note on splits that were made from the training rows, with the number of rows of each split."""
-    sizes = {split: len(rows.texts) for split, rows in data.splits.items()}
+def _made_splits(task: str, data: Task, limit: int | None) -> list[str]:
+    """A note on splits that were made from the training rows, with the number of rows of each split that are used."""
+    sizes = {split: len(rows.texts[:limit]) for split, rows in data.splits.items()}
     return [made_note(task, data.made, sizes)] if data.made else []
 
 

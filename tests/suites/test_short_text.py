@@ -337,6 +337,8 @@ def test_a_note_counts_the_rows_of_splits_that_are_made(load, tmp_path):
     write(tmp_path / "topic", {f"{split}.json": rows("topic", split) for split in ("train", "dev", "test")})
     made = [note for note in load(data=str(tmp_path)).notes if "made from train" in note]
     assert made == ["tone has no test and no dev split, made from train: 20 train, 4 dev, 6 test rows"]
+    few = [note for note in load(data=str(tmp_path), rows=5).notes if "made from train" in note]
+    assert few == ["tone has no test and no dev split, made from train: 5 train, 4 dev, 5 test rows"]
 
 
 def test_other_files_and_spellings_give_the_same_rows(tmp_path, folders):
