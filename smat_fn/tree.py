@@ -216,6 +216,22 @@ def check_same(reference: Mapping[str, Tensor], name: str, /, **others: Mapping[
         raise_problems(problems)
 
 
+def check_gradients(leaves: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> None:
+    """A flat tree of gradients has the names, shapes and dtypes of the parameters.
+
+    Raises: ValueError that lists leaves that differ.
+    """
+    check_same(leaves, "params", grads=grads)
+    problems = [
+        f"the gradient of parameter {path!r} is {dtype_name(grads[path])}, the parameter {dtype_name(leaf)}: "
+        "cast the gradient"
+        for path, leaf in leaves.items()
+        if grads[path].dtype != leaf.dtype
+    ]
+    if problems:
+        raise_problems(shortened(problems, "{} more gradients are of another dtype"))
+
+
 def check_kind(state: Any, *fields: str) -> None:
     """Raises: ValueError for a state without one of these fields, or with others: it is of another optimizer."""
     found = [f"no {name}" for name in fields if not hasattr(state, name)]

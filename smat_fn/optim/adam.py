@@ -1,7 +1,7 @@
 """Adam and AdamW: functional wrappers of ``torch.optim.adam.adam`` and ``torch.optim.adamw.adamw``."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 from torch.optim.adamw import adamw as torch_adamw
 
-from .. import errors, tree
-from ..errors import shortened
+from .. import tree
 from ..execution import no_grad, refuse_donation, transformed
 from ..types import Optimizer, Params, Schedule, Where
 from .partition import partition
@@ -133,7 +132,7 @@ def _build(
         own: Callable[[Any], Any] = (lambda t: t) if donate else tree.clone
         params, mu, nu = own(params), own(state.mu), own(state.nu)
         leaves, flat_grads = tree.flatten(params), tree.flatten(grads)
-        _check_gradients(leaves, flat_grads)
+        tree.check_gradients(leaves, flat_grads)
         flat_mu, flat_nu = tree.flatten(mu), tree.flatten(nu)
         tree.check_state(leaves, mu=flat_mu, nu=flat_nu)
         counts = _counts(state.step, [leaf.device if fused else torch.device("cpu") for leaf in leaves.values()])
@@ -162,18 +161,6 @@ def _build(
     return Optimizer(init, update)
 
 
-def _check_gradients(leaves: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> None:
-    tree.check_same(leaves, "params", grads=grads)
-    problems = [
-        f"the gradient of parameter {path!r} is {tree.dtype_name(grads[path])}, the parameter {tree.dtype_name(leaf)}: "
-        "cast the gradient"
-        for path, leaf in leaves.items()
-        if grads[path].dtype != leaf.dtype
-    ]
-    if problems:
-        errors.raise_problems(shortened(problems, "{} more gradients are of another dtype"))
-
-
 def _counts(step: int, devices: Sequence[torch.device | None]) -> list[Tensor]:
     """A counter a tensor, since torch increments every one in place: entries of one vector a device.
 
@@ -197,7 +184,7 @@ def _pure(
 ) -> tuple[Params, AdamState]:
     """The same arithmetic without a write: differentiable, in lr too, and with steps that are tensors."""
     leaves, flat_grads = tree.flatten(params), tree.flatten(grads)
-    _check_gradients(leaves, flat_grads)
+    tree.check_gradients(leaves, flat_grads)
     old_mu, old_nu = tree.flatten(state.mu), tree.flatten(state.nu)
     tree.check_state(leaves, mu=old_mu, nu=old_nu)
     step = state.step + 1

@@ -84,7 +84,7 @@ def muon(
     def update(grads: Params, state: MuonState, params: Params, *, donate: bool = False) -> tuple[Params, MuonState]:
         refuse_donation("muon", donate)
         flat_grads = tree.flatten(grads)
-        tree.check_same(tree.flatten(params), "params", grads=flat_grads)
+        tree.check_gradients(tree.flatten(params), flat_grads)
         matrices, others = tree.partition(params, is_matrix)
         tree.check_kind(state, "step", "momentum", "rest")
         tree.check_state(matrices, momentum=tree.flatten(state.momentum))

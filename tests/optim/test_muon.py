@@ -86,6 +86,15 @@ def test_a_schedule_is_read_at_the_step():
     assert not torch.equal(second["tall"], params["tall"])
 
 
+def test_gradients_of_another_dtype_are_named():
+    params, muon = {"w": torch.ones(2, 2), "b": torch.ones(2)}, optim.muon(0.1, rest=optim.adam(0.1))
+    grads = {"w": torch.ones(2, 2, dtype=torch.float64), "b": torch.ones(2, dtype=torch.bfloat16)}
+    with pytest.raises(
+        ValueError, match=r"'w' is float64, the parameter float32: cast the gradient; .*'b' is bfloat16"
+    ):
+        muon.update(grads, muon.init(params), params)
+
+
 def test_bad_values_are_listed_at_once():
     with pytest.raises(
         ValueError, match=r"momentum 1.0 .*ns_steps is 0.*rest is a int.*weight_decay is -1.*learning rate"
