@@ -20,6 +20,7 @@ from ..data.batching import permutation
 from ..data.cache import cached, versions
 from ..errors import count_problem
 from ..evaluate.metrics import accuracy
+from ..mat.step import check_not_negative
 from ..models import FullLoss, tiny_vit
 from ..models.modules import train_only
 from ..types import Batch, Micro, Params
@@ -45,6 +46,7 @@ class DigitsOptions(SuiteOptions):
     LOCAL = ("progress",)
     UNSAID = (*SuiteOptions.UNSAID, "train")
     LOWEST: ClassVar = {"images_per_task": 1, "batch_size": 1, "pretrain_steps": 1, "pretrain_batch": 1}
+    POSITIVE = ("logit_scale", "pretrain_lr")
 
     images_per_task: int = 300
     """Training images of one expert."""
@@ -77,14 +79,7 @@ class DigitsOptions(SuiteOptions):
             for name in ("images_per_task", "batch_size", "pretrain_batch")
             if isinstance(own[name], int) and own[name] > most
         ]
-        found += [
-            f"{name} is {own[name]!r}, must be positive and finite"
-            for name in ("logit_scale", "pretrain_lr")
-            if not 0 < own[name] < float("inf")
-        ]
-        if not 0 <= self.pretrain_decay < float("inf"):
-            found.append(f"pretrain_decay is {self.pretrain_decay!r}, must be finite and not negative")
-        return found
+        return found + check_not_negative(pretrain_decay=self.pretrain_decay)
 
 
 def splits(seed: int) -> dict[str, Examples]:

@@ -55,6 +55,7 @@ class ShortTextOptions(SuiteOptions):
     LOCAL = ("device", "eval_batch", "progress", "only")
     UNSAID = (*SuiteOptions.UNSAID, "train")
     LOWEST: ClassVar = {"train_layers": 1, "per_class": 1, "batch_size": 1, "max_length": 3, "rows": 1}
+    POSITIVE = ("head_c",)
 
     model: str
     """A folder, or a repository on the hub, perhaps with its @revision."""
@@ -95,8 +96,6 @@ class ShortTextOptions(SuiteOptions):
 
     def problems(self) -> list[str]:
         found, tasks = [], self.tasks or ()
-        if not isinstance(self.head_c, int | float) or not 0 < self.head_c < float("inf"):
-            found.append(f"head_c is {self.head_c!r}, must be positive and finite")
         if bad := [task for task in tasks if not re.fullmatch(r"\w[\w.-]*", task)]:
             found.append(f"tasks {bad} cannot name folders: use letters, digits, '.', '_' and '-'")
         if isinstance(self.data, Mapping) and (lacking := [task for task in tasks if task not in self.data]):

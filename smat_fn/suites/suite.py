@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, fields
 from functools import wraps
+from math import inf
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
@@ -22,15 +23,21 @@ _KINDS: Mapping[Any, str] = MappingProxyType({bool: "True or False", str: "a tex
 
 @dataclass(frozen=True)
 class SuiteOptions:
-    """Options of a suite: strings and booleans are checked by their annotations, the rest in `problems`."""
+    """Options of a suite: annotations check texts and bools, `LOWEST` and `POSITIVE` numbers, `problems` the rest."""
 
     LOCAL: ClassVar[tuple[str, ...]] = ()  # those that say where and how fast it runs, which are not in its recipe
     # those that the recipe names only where they are given
     UNSAID: ClassVar[tuple[str, ...]] = ("columns", "linearised")
     LOWEST: ClassVar[Mapping[str, int]] = MappingProxyType({})  # the least values of integers
+    POSITIVE: ClassVar[tuple[str, ...]] = ()  # numbers that must be positive and finite
 
     def __post_init__(self) -> None:
         problems = count_problems(self, self.LOWEST)
+        problems += [
+            f"{name} is {value!r}, must be positive and finite"
+            for name in self.POSITIVE
+            if not (isinstance(value := getattr(self, name), int | float) and 0 < value < inf)
+        ]
         problems += [
             f"{field.name} is {value!r}, must be {_KINDS[field.type]}"
             for field in fields(self)

@@ -280,6 +280,8 @@ def test_a_class_without_images_is_named():
 
 def test_bad_recipes_are_refused_all_at_once():
     with pytest.raises(
-        ValueError, match=r"pretrain_steps is 0\.5.*images_per_task is 1001.*logit_scale is nan.*decay is -1"
+        ValueError, match=r"pretrain_steps is 0\.5.*logit_scale is nan.*images_per_task is 1001.*decay is -1"
     ):
         DigitsOptions(images_per_task=1001, pretrain_steps=0.5, logit_scale=math.nan, pretrain_decay=-1)
+    with pytest.raises(ValueError, match=r"logit_scale is 'high', must be positive.*decay is 'low', must be finite"):
+        DigitsOptions(logit_scale="high", pretrain_decay="low")
