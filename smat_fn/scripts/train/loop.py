@@ -91,7 +91,7 @@ def budget(suite: Suite, task: str, training: Training) -> Training:
     if training.steps is not None:
         return replace(training, epochs={})
     if per_epoch is None:
-        raise ValueError(f"suite {suite.name!r} has no default number of epochs: give steps")
+        raise ValueError(f"suite {suite.name!r} is trained by steps, not by epochs: give `steps`")
     epochs = training.epochs[task]
     return replace(training, steps=epochs * per_epoch, epochs={task: epochs})
 

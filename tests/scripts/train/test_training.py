@@ -46,6 +46,11 @@ def test_a_run_leaves_experts_logs_and_the_base(runs, suite):
     assert (manifest["kind"], manifest["suite"]) == ("base", dict(suite.recipe))
 
 
+def test_epochs_of_a_suite_that_has_none_are_refused(suite):
+    with pytest.raises(ValueError, match="suite 'digits' is trained by steps, not by epochs: give `steps`"):
+        loop.budget(suite, "rot90", Training(None, 1e-3, epochs={"rot90": 2}))
+
+
 def test_the_same_seed_gives_the_same_bits_and_another_seed_others(runs, train, tmp_path):
     again = ("rot90", "stripes")
     train(tmp_path / "again", tasks=again)
