@@ -54,7 +54,7 @@ def grams(base, experts):
     return {str(name): {path: gram(str(name), path, size) for path, size in shapes.items()} for name in experts}
 
 
-# module name -> runs(base, experts, key), every option at least once
+# module name -> runs(base, experts, key) by label, every option at least once
 RUNS = {
     "weight_average": {"wa": lambda base, experts, key: merge.weight_average(experts)},
     "task_arithmetic": {"ta": lambda base, experts, key: merge.task_arithmetic(base, experts, coef=0.5)},
@@ -165,7 +165,7 @@ RANDOM = ["dare", "della", "della-flat", "dare-ties-sum", "dare-ties-mean"]
 NO_BASE = {"wa", "weighted", "weighted-sum", "slerp", "karcher", "arcee", "cart"}
 NUSLERP = {"nuslerp-leaf", "nuslerp-first", "nuslerp-last"}
 TWO_OR_MORE = {"slerp", "model-stock", "arcee", "sce-half", "svc", *NUSLERP}
-VECTORS = {
+VECTORS = {  # by label, of every run with a base
     "ta": lambda base, experts, key: merge.task_arithmetic_vector(base, experts),
     "ties-global-sum": lambda base, experts, key: merge.ties_vector(base, experts, keep=0.4),
     "ties-global-mean": lambda base, experts, key: merge.ties_vector(base, experts, keep=0.4, aggregate="mean"),
