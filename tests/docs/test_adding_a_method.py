@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from smat_fn import optim, random
-from smat_fn.mat import finetune
+from smat_fn import config, optim, random
+from smat_fn.mat import METHODS, MORE_METHODS, finetune
 from smat_fn.types import Optimizer
 
-PAGE = Path(__file__).parents[2] / "docs/adding_a_method.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/adding_a_method.md"
+COUNTS = {6: "six", 7: "seven", 8: "eight", 9: "nine"}
 
 
 @pytest.fixture
@@ -49,3 +51,16 @@ def test_the_update_is_the_closed_form(build):
 def test_bad_arguments_are_refused(build):
     with pytest.raises(ValueError, match="l2sp: pull is -1"):
         build(lambda p, b: (p["w"].sum(), {}), optim.adam(1e-3), {"w": torch.zeros(1)}, pull=-1)
+
+
+def test_every_method_is_exported_and_on_the_pages():
+    kinds = *METHODS, *MORE_METHODS
+    costs = PAGE.read_text(encoding="utf-8").partition("\n## What the methods cost\n")[2].partition("\n## ")[0]
+    (listed,) = re.findall(r"^\| Methods \| .*", (ROOT / "docs/own_model.md").read_text(encoding="utf-8"), re.MULTILINE)
+    for kind in kinds:
+        assert kind.__name__ in config.__all__
+        assert getattr(config, kind.__name__) is kind
+        assert f"`{kind.name}`" in costs
+        assert f"`{kind.name}`" in listed
+    others = f"by SMAT, fine-tuning and {COUNTS[len(kinds) - 2]} other methods"
+    assert others in (ROOT / "README.md").read_text(encoding="utf-8")
