@@ -13,6 +13,7 @@ from smat_fn.mat.msam import Msam
 from smat_fn.scripts import cli
 from smat_fn.scripts.cli import mistyped, spoken
 from smat_fn.scripts.commands import train
+from smat_fn.scripts.train.settings import OptimizerSettings
 from smat_fn.where import mask_problems
 
 
@@ -56,6 +57,14 @@ def test_help_shows_the_defaults_of_a_method_where_a_preset_has_none():
     assert shown[Msam] == Msam(rho=0.5, adaptive=True, along="momentum")
     assert (shown[Smat].rho, shown[Smat].climb, shown[Smat].sigma) == (0.5, None, "auto")
     assert shown[Mergopt].k_max is None, "it is the number of the data's tasks"
+
+
+def test_help_shows_the_learning_rate_that_a_run_of_the_method_takes():
+    rates = PRESETS["minilm"].lr | {"msam": PRESETS["minilm"].training.lr}
+    assert rates["msam"] != rates["ft"]
+    for method, rate in rates.items():
+        (found,) = [own.lr for own in train.shown([method, "--preset", "minilm"]) if isinstance(own, OptimizerSettings)]
+        assert found == rate
 
 
 def test_a_flag_that_switches_off_is_not_given_by_default(capsys):

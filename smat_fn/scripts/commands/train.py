@@ -89,7 +89,7 @@ def shown(words: Sequence[str]) -> list[Any]:
     name = cli.value_of("--preset", words, DataSettings.preset)
     if (preset := PRESETS.get(name)) is None:
         return []
-    method = next((word for word in words if word in preset.methods), "ft")
+    method = next((word for word in words if word in NAMES), "ft")
     training = preset.training
     names = {own.name for own in fields(OptimizerSettings)} & {own.name for own in fields(Training)} - {"epochs"}
     values = {name: getattr(training, name) for name in names}
