@@ -98,7 +98,7 @@ def ties_density(base: Params, experts: Experts, *, keep: float, scope: Scope = 
 
 
 def _problems(keep: float, scope: str) -> list[str]:
-    problems = [] if 0 < keep <= 1 else [f"keep is {keep}, must be in (0, 1]: it is the fraction that stays"]
+    problems = [] if 0 < keep <= 1 else [f"keep is {keep}, must be in (0, 1]: it is the density, the share that stays"]
     return problems + ([] if scope in ("global", "tensor") else [f"scope is {scope!r}, must be 'global' or 'tensor'"])
 
 

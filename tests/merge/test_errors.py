@@ -42,15 +42,15 @@ def test_all_problems_of_ties_at_once():
 @pytest.mark.parametrize("keep", [0, -0.1, 1.01, float("nan")])
 def test_keep_range(keep):
     for call in (merge.ties_vector, merge.ties_density):
-        with raises(f"keep is {keep}, must be in (0, 1]"):
+        with raises(f"keep is {keep}, must be in (0, 1]: it is the density"):
             call(base(), [base()], keep=keep)
 
 
 @pytest.mark.parametrize("drop_prob", [-0.1, 1, float("nan")])
 def test_drop_prob_range(drop_prob):
-    with raises(f"drop_prob is {drop_prob}, must be in [0, 1)"):
+    with raises(f"drop_prob is {drop_prob}, must be in [0, 1): it is 1 - density"):
         merge.dare(KEY, base(), [base()], coef=1.0, drop_prob=drop_prob)
-    with raises(f"drop_prob is {drop_prob}, must be in [0, 1)"):
+    with raises(f"drop_prob is {drop_prob}, must be in [0, 1): it is 1 - density"):
         merge.della(KEY, base(), [base()], coef=1.0, drop_prob=drop_prob, window=0.1)
 
 

@@ -141,7 +141,8 @@ def key_problems(key: Tensor) -> list[str]:
 
 def drop_problems(drop_prob: float) -> list[str]:
     """Validation errors for ``drop_prob``."""
-    return [] if 0 <= drop_prob < 1 else [f"drop_prob is {drop_prob}, must be in [0, 1): it is the removed fraction"]
+    fine = 0 <= drop_prob < 1
+    return [] if fine else [f"drop_prob is {drop_prob}, must be in [0, 1): it is 1 - density, the removed share"]
 
 
 def count_problems(experts: Experts, merger: str, *, least: int, most: int | None = None) -> list[str]:
