@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from smat_fn import checkpoint, lora
 from smat_fn.config import DIGITS, Adapters, Asam, Finetune, Mergopt, Orthoreg, Smat, resolve
+from smat_fn.models import FullLoss
 from smat_fn.parallel import World
 from smat_fn.scripts.evaluate.evaluation import evaluate
 from smat_fn.scripts.merge.inputs import find_inputs, load_inputs
@@ -47,8 +48,11 @@ def test_adapters_are_of_the_layers_that_are_trained():
     with pytest.raises(ValueError, match=r"frozen by train or train_layers: layers\.0\.mlp\.fc1\.weight, layers"):
         adapters_of(loss, training(lora=Adapters(3, 6.0, ("fc1",))))
     outside = load_suite("digits", seed=21, progress=False, train="layernorm.*", **TINY).loss_fn("rot90")
-    with pytest.raises(ValueError, match="no layer that is trained has adapters"):
+    with pytest.raises(ValueError, match="in blocks: all are frozen by train or train_layers, leave that out"):
         adapters_of(outside, training(lora=Adapters(3, 6.0)))
+    without = FullLoss(torch.nn.Linear(2, 2), lambda module, batch: (module(batch).sum(), None))
+    with pytest.raises(ValueError, match="in blocks: the model has none, or leave out `lora_rank`"):
+        adapters_of(without, training(lora=Adapters(3, 6.0)))
 
 
 @pytest.mark.usefixtures("_own_cache")

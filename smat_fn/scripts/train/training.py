@@ -212,8 +212,10 @@ def planned(
     suite: Suite, method: MethodConfig, training: Training, run: RunOptions
 ) -> dict[str, tuple[Training, Lora | None]]:
     """The training and the adapters of each task. Raises: ValueError for what does not fit the suite."""
-    if run.probe and (run.probe_at is None or suite.dev_batches is None):
-        raise ValueError(f"probe is {run.probe}: it needs hyperparameters (probe_at), and a suite with dev_batches")
+    if run.probe and run.probe_at is None:
+        raise ValueError(f"probe is {run.probe}: give its hyperparameters too, probe_at")
+    if run.probe and suite.dev_batches is None:
+        raise ValueError(f"suite {suite.name!r} has no batches of its dev split: leave out `probe`")
     if isinstance(method, Smat) and training.lora is None:
         errors.raise_problems(mask_problems(suite.where, suite.base, method.drop_prob or 0.0))
     errors.raise_problems([text for task in run.tasks for text in problems_of(budget, suite, task, training)])

@@ -57,12 +57,12 @@ def adapters_of(loss_fn: LossFn, training: Training) -> Lora | None:
         raise ValueError(
             f"targets of adapters are frozen by train or train_layers: {', '.join(shortened(outside, '{} more'))}"
         )
-    paths = tuple(path for path in paths if path not in frozen)
-    if not paths:
-        raise ValueError("no layer that is trained has adapters: leave out train, or the rank of adapters")
-    saved = lora.whole_paths(loss_fn.module, training.lora.save, paths)
+    if not (trained := tuple(path for path in paths if path not in frozen)):
+        why = "all are frozen by train or train_layers, leave that out" if paths else "the model has none"
+        raise ValueError(f"adapters are for linear layers in blocks: {why}, or leave out `lora_rank`")
+    saved = lora.whole_paths(loss_fn.module, training.lora.save, trained)
     given = {"transposed": transposed, "saved": saved, "dropout": training.lora.dropout}
-    return Lora(paths, training.lora.rank, training.lora.alpha, **given)  # type: ignore[arg-type]
+    return Lora(trained, training.lora.rank, training.lora.alpha, **given)  # type: ignore[arg-type]
 
 
 def numbers(training: Training, world: World = ALONE) -> dict[str, Any]:

@@ -303,8 +303,10 @@ def test_an_expert_is_probed_on_dev_at_keys_that_all_runs_share(suite, train, tm
     told = {"clean": want.clean, "simulated": want.mean, "sd": stdev(want.simulated), "keys": 3, **given}
     assert manifest["probe"] == told
     assert (row["probe_clean"], row["probe_simulated"]) == (want.clean, want.mean)
-    with pytest.raises(ValueError, match="it needs hyperparameters"):
+    with pytest.raises(ValueError, match="probe is 1: give its hyperparameters too, probe_at"):
         train(tmp_path / "other", tasks=("rot90",), probe=1)
+    with pytest.raises(ValueError, match="'digits' has no batches of its dev split: leave out `probe`"):
+        train(tmp_path / "other", tasks=("rot90",), probe=1, probe_at=at, suite=suite.replace(dev_batches=None))
 
 
 def test_manifest_and_last_line_say_what_training_cost(runs):
