@@ -84,13 +84,12 @@ def linear_paths(module: nn.Module, targets: Iterable[str] = ()) -> tuple[tuple[
     inside, wanted = block_linear(module), texts_of("targets", targets)
     kinds = dict(module.named_modules())
     attentions = {name for name, kind in kinds.items() if isinstance(kind, nn.MultiheadAttention)}
-    layers = {path: layer_of(path) for path, leaf in module.named_parameters() if leaf.ndim == 2 and inside(path, leaf)}
     layers = {
-        path: layer for path, layer in layers.items() if layer.rpartition(".")[0] not in attentions or layer == path
+        path: owner if (owner := path.rpartition(".")[0]) in attentions else layer_of(path)
+        for path, leaf in module.named_parameters()
+        if leaf.ndim == 2 and inside(path, leaf)
     }
-    for path in layers:
-        owner = path.rpartition(".")[0]
-        layers[path] = owner if owner in attentions else layers[path]
+    layers = {path: layer for path, layer in layers.items() if layer.rpartition(".")[0] not in attentions}
 
     def fits(layer: str, target: str) -> bool:
         return layer.rpartition(".")[2] == target or fnmatchcase(layer, target)
