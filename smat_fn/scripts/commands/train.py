@@ -216,7 +216,7 @@ def _source(name: str, given: str) -> str:
 
 
 def training_of(args: Train, training: Training, tasks: Sequence[str]) -> Training:
-    """The preset's training, overridden. Raises: ValueError for options of adapters without a rank."""
+    """The preset's training, overridden. Raises: ValueError for options without the one that they belong to."""
     own, adapters = args.training, args.adapters
     names = "lr", "schedule", "warmup", "weight_decay", "max_grad_norm", "accumulate", "precision"
     given: dict[str, Any] = {name: value for name in names if (value := getattr(own, name)) is not None}

@@ -174,9 +174,9 @@ def train_run(
             _hold(run, held)
             if run.resume:
                 _check_resumed(run, experts, report)
-            origin = experts[0].facts["base_fingerprint"]
+            fingerprint = experts[0].facts["base_fingerprint"]
             with _locked_base(run.out):
-                _write_base(run.out / checkpoint.BASE, suite, origin, overwrite=run.overwrite)
+                _write_base(run.out / checkpoint.BASE, suite, fingerprint, overwrite=run.overwrite)
             for task in run.tasks if run.overwrite else ():
                 snapshots.replace_expert(run.out, task)
         for expert in experts:
