@@ -371,6 +371,42 @@ def test_a_head_that_is_stored_as_a_copy_of_tied_embeddings_is_left_out(base, ad
     plan(TA, path, {"x": loose}, tmp_path / "out2")
 
 
+@pytest.mark.filterwarnings("ignore")  # of peft, about transformers
+def test_modules_that_peft_stores_three_times_after_resizing_are_read_once(llama, folders, tmp_path):
+    peft = pytest.importorskip("peft")
+
+    llama.save_pretrained(tmp_path / "base")
+    rows = llama.config.vocab_size
+    model = copy.deepcopy(llama)
+    model.resize_token_embeddings(rows + 2, mean_resizing=False)
+    own = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])
+    model = peft.get_peft_model(model, own)
+    for name, leaf in model.named_parameters():
+        if leaf.requires_grad:
+            torch.nn.init.normal_(leaf, std=0.3, generator=torch.Generator().manual_seed(len(name)))
+    model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")  # whose size peft compares
+    model.save_pretrained(tmp_path / "adapter")
+    stored = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    for kind in "weight", "modules_to_save.weight", "original_module.weight":
+        assert f"{PREFIX}lm_head.{kind}" in stored
+    merge_folders(TA, tmp_path / "base", {"x": tmp_path / "adapter"}, tmp_path / "out", vocabulary="base-rows")
+    ours, expected = folders.load(tmp_path / "out"), model.merge_and_unload().state_dict()
+    assert ours.keys() == expected.keys()
+    for path, leaf in ours.items():
+        torch.testing.assert_close(leaf, expected[path][: len(leaf)], rtol=0, atol=1e-6, msg=path)
+
+
+def test_a_head_from_before_the_training_of_its_embeddings_is_not_their_copy(base, adapter, folders, tmp_path):
+    path = folders.save(tmp_path / "base", base)
+    (path / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
+    rows = numbers(9, 6, seed=5)
+    module = EMBEDDINGS.removesuffix(".weight")
+    saved = {EMBEDDINGS: rows + 1, f"{module}.modules_to_save.weight": rows + 1}
+    untied = adapter({}, more=saved | {f"{module}.original_module.weight": rows, "lm_head.weight": rows.clone()})
+    with pytest.raises(ValueError, match=r"holds 'base_model.model.lm_head.weight', but base stores no head of its"):
+        plan(TA, path, {"x": untied}, tmp_path / "out")
+
+
 def test_changed_embeddings_that_a_head_is_tied_to_are_told(base, adapter, folders, tmp_path):
     path = folders.save(tmp_path / "base", base)
     saved = adapter({}, name="saved", more={EMBEDDINGS: numbers(9, 6, seed=5)})

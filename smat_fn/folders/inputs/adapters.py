@@ -123,7 +123,7 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
             part, embedding = _PARTS[ending]
             halves.setdefault((name.removesuffix(ending), embedding), {})[part] = name
             continue
-        if _is_magnitude(name, config, shapes):
+        if _is_magnitude(name, config, shapes) or _is_spare(name, shapes):
             continue
         leaf = _leaf(name.replace(".base_layer.", "."), base)
         if leaf is None and _is_copied_head(name, store):
@@ -209,11 +209,21 @@ def _is_magnitude(name: str, config: Mapping[str, Any], shapes: Collection[str])
     return of_module and config.get("use_dora") is True
 
 
+def _is_spare(name: str, names: Collection[str]) -> bool:
+    """Whether peft reads a module of ``modules_to_save`` under another name of the file.
+
+    Where embeddings were resized, it stores such a module three times: as trained, a copy, and as it was before.
+    """
+    module, *kind = name.rsplit(".", 2)
+    return len(kind) == 2 and kind[0] in ("modules_to_save", "original_module") and f"{module}.{kind[1]}" in names
+
+
 def _is_copied_head(name: str, store: Store | Pickled) -> bool:
     """Whether a leaf is the head that peft stores beside the embeddings it is tied to, where these were resized."""
     if not name.replace(".base_layer.", ".").endswith("lm_head.weight"):
         return False
-    others = (other for other in store.names if other != name and by_token(other) and not other.endswith((*_PARTS,)))
+    read = (other for other in store.names if not other.endswith((*_PARTS,)) and not _is_spare(other, store.names))
+    others = (other for other in read if other != name and by_token(other))
     return any(torch.equal(store.get_tensor(name), store.get_tensor(other)) for other in others)
 
 
