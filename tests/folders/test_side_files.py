@@ -72,6 +72,23 @@ def test_what_can_be_merged_in_spite_of_it_is_a_note(field, value, models, tmp_p
     assert note.endswith(f"{field} {value}, base's is 2")
 
 
+def test_special_tokens_that_only_a_tokenizer_shows_are_a_note(models, tmp_path):
+    change(models / "BASE", "tokenizer_config.json", eos_token={"content": "<s>"}, bos_token="<b>")
+    for name in "A", "ADAPTER":
+        change(models / name, "tokenizer_config.json", eos_token="<end>", bos_token="<b>")
+    experts = {"A": models / "A", "lora": models / "ADAPTER"}
+    told = "has other special tokens: eos_token '<end>' of its tokenizer, base's is '<s>'"
+    notes = plan(TA, models / "BASE", experts, tmp_path / "out").notes
+    assert [note for note in notes if "special" in note] == [f"expert 'A' {told}", f"expert 'lora' {told}"]
+    for name, number in {"BASE": 1, "A": 2}.items():
+        change(models / name, eos_token_id=number)
+    notes = plan(TA, models / "BASE", experts, tmp_path / "out").notes
+    assert [note for note in notes if "special" in note] == [
+        "expert 'A' has other special tokens: eos_token_id 2, base's is 1",  # the same difference, told once
+        f"expert 'lora' {told}",
+    ]
+
+
 def test_rotary_positions_are_compared_whatever_version_wrote_them(models, tmp_path):
     written = {  # by transformers 4 and 5
         "A": {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 1.0}},
