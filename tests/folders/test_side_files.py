@@ -334,6 +334,15 @@ def test_an_expert_without_a_tokenizer_is_not_its_source(models, tmp_path):
         plan(TA, models / "BASE", experts, tmp_path / "out", tokenizer_from=source)
 
 
+def test_an_expert_that_cannot_be_opened_is_one_error_where_its_files_are_asked_for_too(models, tmp_path):
+    change(models / "ADAPTER", "adapter_config.json", peft_type="LOHA")
+    change(models / "ADAPTER", "tokenizer_config.json")
+    for asked in {"tokenizer_from": "lora"}, {"config_from": "lora"}:
+        with pytest.raises(ValueError, match=r"^expert 'lora': .*LOHA") as error:
+            plan(TA, models / "BASE", {"lora": models / "ADAPTER"}, tmp_path / "out", **asked)
+        assert "lora has no" not in str(error.value)
+
+
 def test_a_tokenizer_that_transformers_refuses_is_one_error(models, tmp_path):
     change(models / "BASE", head_dim=7)  # seven coordinates cannot be rotated in pairs
     with pytest.raises(ValueError, match=r"the tokenizer of .*BASE cannot be read .*even rotary dimension"):

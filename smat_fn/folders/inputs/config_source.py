@@ -71,7 +71,9 @@ class Whose(NamedTuple):
         partial: bool,
     ) -> Files:
         """The files beside the weights; appends to ``problems`` and ``notes``."""
-        roots = roots_of({"base": start, **{key_of(name): folder for name, folder in found.items()}}, self.inputs)
+        opened = {"base": start, **{key_of(name): folder for name, folder in found.items()}}
+        # an input that cannot be opened is an error already
+        roots = dict.fromkeys(self.inputs, start.root) | roots_of(opened, self.inputs)
         labels = {key_of(name): f"expert {name!r}" for name in RESERVED}
         others = {labels.get(name, f"expert {name!r}"): root for name, root in roots.items() if root != start.root}
         if not self.rows and start.within is None:  # else `inside` has notes of its own
