@@ -147,7 +147,7 @@ def tokenizer(vocabulary, added=()):
 
 
 def test_tokenizers_that_number_tokens_otherwise_are_told(folders, tmp_path):
-    names = ["same", "spaced", "renumbered", "longer", "none", "pieces", "opaque"]
+    names = ["same", "spaced", "renumbered", "longer", "shorter", "none", "pieces", "opaque"]
     base, experts = folders.save_family(tmp_path, model(0), {name: model(i) for i, name in enumerate(names)})
     (base / "tokenizer.json").write_text(tokenizer({"a": 0, "b": 1}))
     (base / "tokenizer.model").write_bytes(b"1")
@@ -156,6 +156,7 @@ def test_tokenizers_that_number_tokens_otherwise_are_told(folders, tmp_path):
         "spaced": tokenizer({"b": 1, "a": 0}) + "\n",
         "renumbered": tokenizer({"a": 1, "b": 0}),
         "longer": tokenizer({"a": 0, "b": 1}, [("<pad>", 2)]),
+        "shorter": tokenizer({"a": 0}),
         "pieces": tokenizer([["a", -1.0], ["b", -2.0]]),
     }
     for name, text in texts.items():
@@ -164,8 +165,8 @@ def test_tokenizers_that_number_tokens_otherwise_are_told(folders, tmp_path):
     expected = (
         "expert 'renumbered' numbers 2 tokens differently from base, e.g. 'a' (0 in base, 1 there): "
         "the merged model has base's tokenizer",
-        "expert 'longer' numbers 1 tokens differently from base, e.g. '<pad>' (None in base, 2 there): "
-        "the merged model has base's tokenizer",
+        "expert 'longer' has 1 token that base lacks, e.g. '<pad>' (2 there): the merged model has base's tokenizer",
+        "expert 'shorter' lacks 1 token of base, e.g. 'b' (1 in base): the merged model has base's tokenizer",
         "expert 'opaque' has another tokenizer.model than base: its tokens may be numbered differently",
     )
     assert plan(TA, base, experts, tmp_path / "out").notes == expected

@@ -182,11 +182,15 @@ def tokenizer_notes(base: Path, experts: Mapping[str, Path], *, of: str = "base"
                 yield f"{label} has another {file} than {of}: its tokens may be numbered differently"
             elif left != right:
                 changed = sorted(token for token in left.keys() | right.keys() if left.get(token) != right.get(token))
-                yield (
-                    f"{label} numbers {len(changed)} tokens differently from {of}, e.g. {changed[0]!r} "
-                    f"({left.get(changed[0])} in {of}, {right.get(changed[0])} there): "
-                    f"the merged model has {of}'s tokenizer"
-                )
+                first, count = changed[0], f"{len(changed)} token{'s' * (len(changed) > 1)}"
+                if left.keys().isdisjoint(changed):
+                    said = f"has {count} that {of} lacks, e.g. {first!r} ({right[first]} there)"
+                elif right.keys().isdisjoint(changed):
+                    said = f"lacks {count} of {of}, e.g. {first!r} ({left[first]} in {of})"
+                else:
+                    numbers = f"({left.get(first)} in {of}, {right.get(first)} there)"
+                    said = f"numbers {count} differently from {of}, e.g. {first!r} {numbers}"
+                yield f"{label} {said}: the merged model has {of}'s tokenizer"
             else:
                 continue
             break
