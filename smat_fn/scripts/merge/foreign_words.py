@@ -1,4 +1,4 @@
-"""Options of mergekit 0.1.5 on the command line of merge.py, and what to write instead."""
+"""Options of mergekit 0.1.5, and fields of its recipes, on the command line of merge.py, and what to write instead."""
 
 import re
 from itertools import takewhile
@@ -8,15 +8,19 @@ _ALWAYS = f"{_DROP}, always on here"
 FOREIGN = {
     "allow-crimes": f"{_DROP}, or write --config-from NAME where config.json differs",
     "async-write": _ALWAYS,
+    "base-model": "write --base",
     "clone-tensors": _ALWAYS,
     "copy-tokenizer": f"{_DROP}, the base's tokenizer is always copied",
     "cuda": f"{_DROP}, a recipe is merged on the CPU (merge.py MERGER has --device cuda)",
     "gpu-rich": _DROP,
+    "lambda": "write --coef",
     "lazy-loader": _ALWAYS,
     "lazy-unpickle": _ALWAYS,
     "lora-merge-cache": f"{_DROP}, adapters are merged while they are read",
     "lora-merge-dtype": f"{_DROP}, adapters are added in float32",
     "low-cpu-memory": _ALWAYS,
+    "merge-method": "write the method's name after merge.py",
+    "models": "write --experts",
     "multi-gpu": _DROP,
     "num-threads": "write --threads N",
     "out-shard-size": "write --shard-size 5GB, in bytes instead of parameters",
@@ -24,6 +28,7 @@ FOREIGN = {
     "random-seed": "write --seed N",
     "read-to-gpu": _DROP,
     "safe-serialization": _ALWAYS,
+    "tokenizer-source": "write --tokenizer-from",
     "transformers-cache": f"{_DROP}, and set HF_HUB_CACHE",
     "trust-remote-code": f"{_DROP}, no code of models is run",
     "verbose": _DROP,

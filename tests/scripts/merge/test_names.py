@@ -53,6 +53,7 @@ def test_a_word_after_a_recipe_is_its_output():
         (["--out-shard-size=1B", "--random-seed", "3"], "--random-seed of mergekit: write --seed N"),
         (["--no-write-model-card"], "--no-write-model-card of mergekit: leave out"),
         (["--allow_crimes"], "--allow_crimes of mergekit: leave out, or write --config-from NAME"),
+        (["--lambda=0.3", "--models", "B"], "--lambda of mergekit: write --coef; --models of mergekit: write --exp"),
         (["--coef", "0.2", "-0.8"], "A@0.2 B@-0.8, for factors of the first and the last block --lines 0.2 -0.8\n"),
         (["--coef=0.2", "0.8", "1"], "write --coef 1 --experts A@0.2 B@0.8 C@1\n"),
     ],
