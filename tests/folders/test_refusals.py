@@ -76,6 +76,16 @@ def test_broken_shards_of_all_inputs_are_listed_together(inputs, tmp_path):
         assert any(problem.startswith(start) and problem.endswith(end) for problem in problems), (start, problems)
 
 
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_files_that_git_has_not_fetched(file, inputs, tmp_path):
+    base, experts = inputs
+    (experts["sum"] / "model.safetensors").unlink()
+    (experts["sum"] / file).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0f\nsize 9\n")
+    (problem,) = refusal(tmp_path, base, experts)
+    pointer = f"{experts['sum']}/{file} is a pointer of Git LFS: fetch the file by git lfs pull"
+    assert problem == f"expert 'sum': {pointer}"
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}'])
 def test_an_index_that_is_none(text, inputs, tmp_path):
     index_of(inputs[0]).write_text(text)

@@ -55,15 +55,26 @@ _SHARD = re.compile(r"-\d+-of-\d+\.(safetensors|sft|bin)$")
 _FACTOR = re.compile(r"\.(lora[._]|lora_linear_layer\.|hada_|lokr_)")  # LoRA, LoHa, LoKr of kohya or diffusers
 _DEQUANTISED = "merge the checkpoint it was made from, or a dequantised copy"
 _SAFE = "save the state dict with safetensors.torch.save_file, or the model with save_pretrained"
+_POINTER = b"version https://git-lfs."
 _MODEL = re.compile(r"(model|module|net|network|state_dict|params)(_.+)?|.+_state_dict|ema")  # keys of training scripts
 
 Read: TypeAlias = Callable[[int, int], Tensor]  # flat coordinates [start, stop) of a leaf
+
+
+def _check_fetched(file: Path) -> None:
+    """Raises: ValueError for the small text that git leaves in place of a file of Git LFS that it did not fetch."""
+    if not file.is_file():  # a pipe would never end
+        return
+    with suppress(OSError), file.open("rb") as found:
+        if found.read(len(_POINTER)) == _POINTER:
+            raise ValueError(f"{file} is a pointer of Git LFS: fetch the file by git lfs pull")
 
 
 class Store:
     """A mapped safetensors file. Tensors just read stay mapped: mapping one costs as much as a small chunk."""
 
     def __init__(self, file: Path) -> None:
+        _check_fetched(file)
         self.identity = identity(file)
         store: Any = safe_open(file, framework="pt")
         self.get_tensor: Callable[[str], Tensor] = lru_cache(maxsize=4)(store.get_tensor)
@@ -98,6 +109,7 @@ class Pickled:
     """A mapped file of ``torch.save``, read without running any of its code."""
 
     def __init__(self, file: Path) -> None:
+        _check_fetched(file)
         self.identity = identity(file)
         try:
             found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
