@@ -113,6 +113,8 @@ def load_conversations(
     there = list(dict.fromkeys(key for row in found for key in row))
     if not {names["messages"], names["prompt"]} & {*there}:
         complain(where, [f"there is no column {names['messages']!r}, there are {there}: {_conversation_way(there)}"])
+    if names["messages"] not in there:
+        complain(where, _absent(("prompt", "answer"), names, there))
     bad: dict[str, list[int]] = {}
     rows = []
     for i, row in enumerate(found):
@@ -120,6 +122,9 @@ def load_conversations(
         if messages is None and {names["prompt"], names["answer"]} <= set(row):
             roles = {"user": row[names["prompt"]], "assistant": row[names["answer"]]}
             messages = [{"role": role, "content": content} for role, content in roles.items()]
+            if all(isinstance(content, list | tuple) for content in roles.values()):
+                bad.setdefault("prompt and answer are lists: join them into one column messages", []).append(i)
+                continue
         if what := _of_conversation(messages):
             bad.setdefault(what, []).append(i)
         rows.append(messages)

@@ -170,6 +170,16 @@ def test_conversations_are_rows_with_messages_or_pairs(tmp_path):
         rows.load_rows(write(tmp_path, [{"messages": TALK}]), "task", "train")
 
 
+def test_pairs_as_trl_names_them_are_told_their_columns(tmp_path):
+    pair = write(tmp_path, [{"prompt": "one?", "completion": "two"}])
+    with pytest.raises(ValueError, match=r"column 'answer' is missing, .* --suite-options columns answer=completion"):
+        rows.load_conversations(pair, "task", "train")
+    messages = [[{"role": role, "content": "one"}] for role in ("user", "assistant")]
+    lists = write(tmp_path, [{"prompt": "a", "answer": "b"}, dict(zip(("prompt", "answer"), messages, strict=True))])
+    with pytest.raises(ValueError, match="row 1: prompt and answer are lists: join them into one column messages"):
+        rows.load_conversations(lists, "task", "train")
+
+
 def test_all_bad_conversations_are_listed_by_row(tmp_path):
     bad = [
         {"messages": TALK},

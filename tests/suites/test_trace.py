@@ -713,6 +713,7 @@ def test_a_template_that_ends_no_answer_is_a_note(load, chatting, folders):
     (model / "chat_template.jinja").write_text(CHAT.replace("{{ eos_token }}", "|"))
     *_, note = load(**{**chatting, "model": str(model)}, chat=True).notes
     assert "answers will not end before max_new_tokens" in note
+    assert note.endswith("add it to eos_token_id in generation_config.json")
 
 
 def test_a_template_whose_prompt_joins_the_answer_is_a_note(load, chatting, tmp_path):
