@@ -52,6 +52,8 @@ def export(args: Export) -> None:
         args.base,
         args.out,
         task=args.task,
+        vocabulary=args.vocabulary,
+        tokenizer_from=args.tokenizer_from,
         out_dtype=args.out_dtype,
         shard_size=bytes_of(args.shard_size),
         overwrite=args.overwrite,

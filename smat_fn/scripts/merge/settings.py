@@ -33,6 +33,11 @@ class Export:
     """Dtype of all weights; same: the base's."""
     shard_size: str = "5GB"
     """Maximum size of a weight file, e.g. 500MB or 5GB."""
+    vocabulary: Literal["error", "base-rows", "pad-with-base"] = "error"
+    """If embeddings have more or fewer rows than base's: error; cut to its rows (fewer stay an error); or cut and pad
+    with its rows."""
+    tokenizer_from: Annotated[str | None, NONE] = None
+    """Tokenizer to write if MODEL is an adapter with added tokens: base, union, or a folder, such as MODEL."""
     overwrite: bool = False
     """Replace a model that exists."""
     threads: int = 1

@@ -566,6 +566,36 @@ def test_an_adapter_may_be_of_the_first_model(models, tmp_path):
     assert all(torch.equal(leaf, base[path]) for path, leaf in found.items())
 
 
+def test_an_adapter_with_added_tokens_is_exported_with_them_or_without(models, tmp_path, monkeypatch):
+    adapter = shutil.copytree(models / "ADAPTER", tmp_path / "ADAPTER")
+    other = models / "B_OTHER_VOCABULARY"
+    for file in other.glob("tokenizer*"):
+        shutil.copy(file, adapter)
+    whole = load_file(other / "model.safetensors")
+    head = whole["lm_head.weight"]
+    rows = {f"base_model.model.{path}": whole[path] for path in ("lm_head.weight", "model.embed_tokens.weight")}
+    save_file(load_file(adapter / "adapter_model.safetensors") | rows, adapter / "adapter_model.safetensors")
+
+    def run(*words):
+        words = ("export", adapter, "--base", models / "BASE", "--out", tmp_path / "out", "--overwrite", *words)
+        monkeypatch.setattr(sys, "argv", ["merge.py", *map(str, words)])
+        entry.merge("merge.py", ())
+        return load_file(tmp_path / "out/model.safetensors")["lm_head.weight"]
+
+    def ids(folder):
+        found = json.loads((folder / "tokenizer.json").read_text())
+        return found["model"]["vocab"] | {token["content"]: token["id"] for token in found["added_tokens"]}
+
+    with pytest.raises(SystemExit, match=r"pass --vocabulary .*, or merge by token \(--tokenizer-from union\)"):
+        run()
+    base = load_file(models / "BASE/model.safetensors")["lm_head.weight"]
+    assert len(run("--vocabulary", "pad-with-base")) == len(base)
+    found, after, before = run("--tokenizer-from", "union"), ids(tmp_path / "out"), ids(adapter)
+    assert before.keys() - ids(models / "BASE").keys()
+    for token, row in before.items():
+        assert torch.equal(found[after[token]], head[row])
+
+
 def test_a_base_with_an_adapter_is_the_folder_that_export_writes(models, tmp_path):
     """In bfloat16 too, to which both round the sum; and it may be one of the models."""
     place = tmp_path / "models"
