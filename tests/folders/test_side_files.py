@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -392,6 +393,16 @@ def test_a_stack_is_written_as_it_is_read(models):
     for config, text in (TA, "ta needs all experts in every layer"), (ModelStock(), "there are 0 experts"):
         with pytest.raises(ValueError, match=text):
             plan(config, Path(f"{models / 'A'}[0:4]"), {"x": path.with_name("B[0:4]~")}, models / "out")
+
+
+def test_parts_of_a_stack_with_one_name_are_all_compared(models, tmp_path):
+    other = shutil.copytree(models / "B", tmp_path / "run2/A")
+    change(models / "A", rms_norm_eps=1e-6)
+    change(other, rms_norm_eps=1e-5)
+    stack = Path(f"{models / 'A'}[0:2]+{other}[2:4]")
+    for base, name in (stack, "A"), (models / "A", "x"):
+        notes = plan(TA, base, {name: stack}, tmp_path / "out").notes
+        assert "expert 'run2/A' has other norms: rms_norm_eps 1e-05, base's is 1e-06" in notes
 
 
 def test_stacks_that_do_not_fit_are_refused_by_name(models, tmp_path):

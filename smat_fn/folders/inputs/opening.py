@@ -222,13 +222,18 @@ def inputs_of(base: Path, experts: Mapping[str, Path]) -> dict[str, Path]:
 
 
 def roots_of(opened: Mapping[str, Folder], given: Mapping[str, Path]) -> dict[str, Path]:
-    """The folders of models by name, those of the parts of stacks too."""
-    roots = {}
+    """The folders of models by name, those of the parts of stacks too.
+
+    A part is named by its folder, with those above it as far as another model has the same name.
+    """
+    roots = {name: folder.root for name, folder in opened.items()}
     for name, path in given.items():
         for part in parts_of(Path(path)):
             model = (adapted_by(part.path) or [part.path])[0]
-            roots[key_of(part.path.name)] = local_folder(name, model)
-    return roots | {name: folder.root for name, folder in opened.items()}
+            root, words = local_folder(name, model), part.path.parts
+            keys = (key_of("/".join(words[-depth:])) for depth in range(1, len(words) + 1))
+            roots[next(key for key in keys if roots.get(key, root) == root)] = root
+    return roots
 
 
 class Place(NamedTuple):
