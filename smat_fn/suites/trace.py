@@ -269,7 +269,7 @@ class Trace(BaseSuite):
         if not ends & decoding.stops(lm.module, lm.tokenizer):
             self.notes += (
                 "the chat template ends answers with no token that stops decoding (the tokenizer's EOS or eos_token_id "
-                "of generation_config.json): answers will not end before max_new_tokens, nor where it is served; "
+                "of generation_config.json): answers will not end before max_new_tokens, nor do they end in a server; "
                 "if a token ends them, add it to eos_token_id in generation_config.json",
             )
 
