@@ -95,6 +95,11 @@ def count_problem(name: str, value: Any, low: int = 1) -> list[str]:
     return [] if fine else [f"{name} is {value!r}, must be an integer of at least {low}"]
 
 
+def printable(text: str) -> str:
+    """The text with control characters as escapes, ``\\x1b``: names in files may hold commands to a terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
 def problems_of(check: Callable[..., object], *args: Any, **options: Any) -> list[str]:
     """The texts of the ValueError that ``check(*args, **options)`` raises, one for each problem, or nothing."""
     try:

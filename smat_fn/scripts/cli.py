@@ -25,7 +25,7 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
-from ..errors import raise_problems, suggestion
+from ..errors import printable, raise_problems, suggestion
 from . import outcome
 
 NONE = tyro.conf.arg(help_behavior_hint="(default: none)")
@@ -368,7 +368,7 @@ def _call(main: Callable[[Any], None], parsed: Any, words: Sequence[str], prog: 
         raise  # the reader of the output has ended, and so does `entry.run`
     except (ValueError, OSError) as error:
         names = [name for name, _ in _values(parsed)]
-        sys.exit(f"{prog}:{named(spoken(in_lines(error), names), script)}")
+        sys.exit(f"{prog}:{named(spoken(printable(in_lines(error)), names), script)}")
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, MemoryError) or re.search("an(not|'t) allocate memory", str(error)):  # of torch
             sys.exit(

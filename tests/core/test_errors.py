@@ -10,6 +10,7 @@ from smat_fn.errors import (
     check_member,
     collected,
     first_line,
+    printable,
     problems_of,
     raise_problems,
     suggestion,
@@ -74,3 +75,8 @@ def test_an_exception_is_quoted_by_its_first_line(text, line):
 def test_problems_survive_the_way_back_from_another_process():
     copied = pickle.loads(pickle.dumps(Problems(["a is 1", "b is 2"])))
     assert (str(copied), copied.problems) == ("a is 1; b is 2", ("a is 1", "b is 2"))
+
+
+def test_control_characters_are_printed_as_escapes():
+    assert printable("a\x1b[31m\r\u202eb\tc\x85") == "a\\x1b[31m\\r\\u202eb\\tc\\x85"
+    assert printable("two lines\nof θ̃, 10⁻⁶") == "two lines\nof θ̃, 10⁻⁶"

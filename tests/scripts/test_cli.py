@@ -114,6 +114,15 @@ def test_an_output_below_a_file_is_an_error_before_anything_is_loaded(monkeypatc
             cli.run("own", main, Paths, description=None)
 
 
+def test_control_characters_of_an_error_do_not_reach_the_terminal(monkeypatch):
+    def main(args):
+        raise ValueError("the activation is \x1b]0;title\x07")
+
+    monkeypatch.setattr(sys, "argv", ["own", "--out", "a"])
+    with pytest.raises(SystemExit, match=r"^own: the activation is \\x1b\]0;title\\x07$"):
+        cli.run("own", main, Paths, description=None)
+
+
 def test_a_full_gpu_is_a_line_and_other_faults_keep_their_traceback(monkeypatch):
     def run(error):
         def main(args):

@@ -59,7 +59,7 @@ def main(args: Eval) -> None:
 
     from smat_fn.checkpoint import write_bytes
     from smat_fn.config import preset_of
-    from smat_fn.errors import raise_problems
+    from smat_fn.errors import printable, raise_problems
     from smat_fn.evaluate.scoring import shares_note
     from smat_fn.folders.files import identity
     from smat_fn.report.plots import check_colours, main_plot
@@ -75,7 +75,7 @@ def main(args: Eval) -> None:
         implied = {"name": (preset := preset_of(args.preset)).suite, **preset.options}
     folders = evaluation.find_checkpoints(args.checkpoints)
     for note in evaluation.lacking_experts(args.checkpoints):
-        print(f"note: {note}")
+        print(printable(f"note: {note}"))
     if args.plot:
         check_colours(manifest["label"] for manifest in evaluation.manifests_of(folders).values())
     options = cli.with_named(args.suite_options, model=args.model, data=args.data)
@@ -85,7 +85,7 @@ def main(args: Eval) -> None:
         folders, split=args.split, options=options, implied=implied, keep=args.out, recipes=recipes, report=print
     )
     if note := shares_note(row.score for row in rows):
-        print(f"note: {note}")
+        print(printable(f"note: {note}"))
     table = main_table(rows, split=args.split)
     show(terminal(table))
     for row in rows:

@@ -230,6 +230,7 @@ def main(args: Merge) -> None:
     _check_inputs(args)
     import torch
 
+    from smat_fn.errors import printable
     from smat_fn.merge import CALIBRATION_COEFS
     from smat_fn.merge.parts.masked import of_all_tasks
     from smat_fn.scripts.merge.inputs import all_inputs, manifests_of, sigma_note, trained_by, weight_of, weighted
@@ -270,9 +271,9 @@ def main(args: Merge) -> None:
         heads = "keep" if merge is in_memory and has_heads(preset.suite) else own.heads
         rows = rows_of(base, experts, vocabulary=own.vocabulary, heads=heads, tokenizer_from=tokens, method="experts")
     if note := sigma_note(manifests):
-        print(f"note: {note}", flush=True)
+        print(printable(f"note: {note}"), flush=True)
     for line in merge(args, preset, configs, base, experts):
-        print(line, flush=True)
+        print(printable(line), flush=True)
     if plot and not args.output.dry_run:
         # a merge on disk has no curve, and that of a part perhaps no folder yet
         searched = configs if args.choice.search else []

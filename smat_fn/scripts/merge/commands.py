@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ...errors import printable
 from .. import outcome
 from ..cli import Command
 from .settings import (
@@ -30,7 +31,7 @@ def verify(args: Verify) -> None:
     count, problems = verify(args.path)
     outcome.add("verified", {"path": args.path, "files": count, "changed": len(problems)})
     for problem in problems:
-        print(problem)
+        print(printable(problem))
         outcome.add("problems", problem)
     if problems:
         raise ValueError(f"{len(problems)} of {count} files differ from the hashes stored in {args.path}")
@@ -63,7 +64,7 @@ def export(args: Export) -> None:
     outcome.add("written", args.out)
     print(f"exported: {args.out}, {size_text(report.bytes)}, {rounded}")
     for note in report.notes:
-        print(f"note: {note}")
+        print(printable(f"note: {note}"))
 
 
 def extract_lora(args: ExtractLora) -> None:
@@ -79,7 +80,7 @@ def extract_lora(args: ExtractLora) -> None:
         print(f"kept: {args.out}: already finished")
         return
     for line in summary(made, linear_only=args.linear_only):
-        print(line)
+        print(printable(line))
     outcome.add("written", args.out)
     for kind in ("whole", "left_out", "skipped"):
         for path in getattr(made, kind):
@@ -173,9 +174,9 @@ def from_recipe(args: FromRecipe) -> None:
         **given,
     )
     for note in found.notes:
-        print(f"note: {note}")
+        print(printable(f"note: {note}"))
     for line in streaming.run([found.config], order, dry_run=args.dry_run, push=args.push_to_hub, public=args.public):
-        print(line, flush=True)
+        print(printable(line), flush=True)
 
 
 def printing(module: str, name: str) -> Callable[[Any], None]:
@@ -186,7 +187,7 @@ def printing(module: str, name: str) -> Callable[[Any], None]:
 
         torch.set_num_threads(args.threads)
         for line in getattr(import_module(module, __package__), name)(args):
-            print(line, flush=True)
+            print(printable(line), flush=True)
 
     return run
 
