@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -356,6 +357,20 @@ def test_parts_on_one_disk_make_the_folder_of_one_process(merger, hub, call, tmp
     printed, _ = call(*words, out, "--part", "1/3")
     assert printed.startswith(f"kept: {out / merger}: already finished")
     assert [path.name for path in out.iterdir()] == [merger]
+
+
+def test_control_characters_of_inputs_reach_neither_the_terminal_nor_the_model_card(hub, call, tmp_path):
+    shutil.copytree(hub / "math", tmp_path / "math")
+    config = json.loads((tmp_path / "math" / "config.json").read_text()) | {"rms_norm_eps": "\x1b[31m<b>"}
+    (tmp_path / "math" / "config.json").write_text(json.dumps(config))
+    for words in (
+        ("ta", "--base", hub / "base", "--experts", tmp_path / "math", "--coef", "1", "--out", tmp_path / "out"),
+        (tmp_path / "out" / "ta" / "recipe.yml", "--out", tmp_path / "again"),
+    ):
+        printed, code = call(*words)
+        assert code is None
+        assert "rms_norm_eps \\x1b[31m<b>, base's is" in printed
+    assert "rms_norm_eps \\\\x1b\\[31m\\<b>, base's is" in (tmp_path / "out" / "ta" / "README.md").read_text()
 
 
 def test_verify_prints_every_change_and_fails(hub, call, tmp_path):

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from ...errors import printable
 from ...folders.inputs.hub import local_folder
 from ...folders.inputs.stacks import folders_of
 from ...merge import RANDOM
@@ -52,7 +53,7 @@ def card(manifest: Mapping[str, Any]) -> str:
     if manifest.get("density"):
         lines += ["", f"Share of coordinates that was kept: {_points(manifest['density'].items(), '{} {:.6f}')}."]
     lines += _search(manifest)
-    lines += [f"\nNote: {note}." for note in manifest.get("notes", ())]
+    lines += [f"\nNote: {_text(note)}." for note in manifest.get("notes", ())]
     of_base, theirs = _licenses(manifest)
     lines += _other_licenses(of_base, theirs, "experts")
     lines += ["", "| expert | dev score of the merged model | fingerprint (SHA-256) |", "|---|---:|---|"]
@@ -90,10 +91,11 @@ def licenses_of(base: Path, experts: Mapping[str, Path]) -> dict[str, Any]:
 def _license(path: Path) -> dict[str, Any]:
     """The license in the metadata of a folder's model card, or of a hub name's in the cache; empty without one."""
     try:
-        text = (local_folder("", path, fetch=False) / CARD).read_text(encoding="utf-8-sig")
+        file = local_folder("", path, fetch=False) / CARD
+        text = file.read_text(encoding="utf-8-sig") if file.is_file() else ""  # a pipe would never end
         _, found, _ = re.split(r"^---[ \t]*$", text, maxsplit=2, flags=re.M)
         metadata = yaml.safe_load(found)
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, LookupError, AttributeError, RecursionError, yaml.YAMLError):  # !!bool x too
         return {}
     return _license_in(metadata) if text.startswith("---") and isinstance(metadata, dict) else {}
 
@@ -121,7 +123,7 @@ def _license_metadata(own: Mapping[str, Any]) -> dict[str, Any]:
 
 def _license_name(own: Mapping[str, Any]) -> str:
     found = own.get("license_name") or own["license"]
-    return found if isinstance(found, str) else " and ".join(found)
+    return _text(found if isinstance(found, str) else " and ".join(found))
 
 
 def _other_licenses(of_base: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]], what: str) -> list[str]:
@@ -239,7 +241,12 @@ def _with_metadata(text: str, metadata: Mapping[str, Any]) -> str:
 
 def _cell(name: str) -> str:
     """A name in a table, of which a bar would begin the next cell."""
-    return name.replace("|", "\\|")
+    return _text(name).replace("|", "\\|")
+
+
+def _text(given: str) -> str:
+    """Text of input folders as one line of Markdown, in which neither HTML, links nor images begin."""
+    return re.sub(r"([\\<\[])", r"\\\1", printable(" ".join(given.split())))
 
 
 def _library(manifest: Mapping[str, Any]) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import HFValidationError, validate_repo_id
+from markdown_it import MarkdownIt
 
 from smat_fn.scripts.merge.card import adapter_card, card, exported_card, licenses_of, model_ids
 
@@ -112,3 +113,20 @@ def test_the_license_is_that_of_the_base_and_other_ones_are_named(tmp_path):
         assert ("base names another (llama3.2): check its terms" in made.text) == (name == "B")
     stack = Path(f"{tmp_path}/base[0:1]+{tmp_path}/B[1:2]")
     assert licenses_of(stack, {"x": Path("owner/unknown")})["licenses"].keys() == {"base", "experts"}
+
+
+def test_texts_of_input_folders_begin_neither_html_nor_links_nor_headings():
+    told = "expert 'A' has other norms: rms_norm_eps \x1b[31m<script>\n\n# x [y](javascript:z) \\<b>"
+    licenses = {"base": {"license": "mit"}, "experts": {"A": {"license": "<img src=x>\n\n# [L](l)"}}}
+    text = card({**MANIFEST, "notes": [told], "licenses": licenses, "files": {"<b>.json": "2"}, "base_model": []})
+    html = MarkdownIt("commonmark").enable("table").render(text.partition("\n# ")[2])
+    assert "\x1b" not in text
+    for tag in "<script", "<img", "<b>", "<a ", "<h1":
+        assert tag not in html
+    assert "rms_norm_eps \\x1b[31m&lt;script&gt; # x [y](javascript:z) \\&lt;b&gt;" in html
+
+
+@pytest.mark.parametrize("metadata", ["[" * 5000, "license: !!bool x", "license: !!timestamp x", "license: !!int ''"])
+def test_metadata_that_yaml_cannot_make_hold_no_license(metadata, tmp_path):
+    (tmp_path / "README.md").write_text(f"---\n{metadata}\n---\n")
+    assert licenses_of(tmp_path, {}) == {}
