@@ -46,7 +46,7 @@ def fields_of(file: Path, kind: str) -> dict[str, Any]:
         found = yaml.load(file.read_text(encoding="utf-8"), Fields)
     except OSError as error:
         raise ValueError(f"{file} cannot be read ({error.strerror}): give {kind}") from error
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
+    except (ValueError, LookupError, AttributeError, RecursionError, yaml.YAMLError) as error:  # of !!bool x too
         if "found another document" in str(error):
             raise ValueError(
                 f"{file} holds several documents: write each to its own file, merge them in their order, and give the "

@@ -248,7 +248,7 @@ def _setting_problems(label: str, value: Any) -> Iterator[str]:
     if _is_scalar(value):
         try:
             finite = math.isfinite(float(value))
-        except ValueError:
+        except (ValueError, OverflowError):
             finite = False
         if isinstance(value, str) and value.lower() in ("true", "false"):
             yield f"{label} is the text {value!r}: write {value.lower()} without quotes"

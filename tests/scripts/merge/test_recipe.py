@@ -259,6 +259,7 @@ REFUSALS = {
         "merge_method": "linear",
         "models": [{"model": name, "parameters": {"weight": EXCEPT_MLP}} for name in "AB"],
     },
+    "A is 1000": {"merge_method": "linear", "models": [{"model": "A", "parameters": {"weight": 10**400}}]},
     "A is inf: must be a finite number": {
         "merge_method": "linear",
         "models": [{"model": "A", "parameters": {"weight": float("inf")}}],
@@ -318,6 +319,9 @@ REFUSALS = {
     "bad.yml configures fusion_bench.method.X (_target_)": {"method": {"_target_": "fusion_bench.method.X"}},
     "bad.yml is a search of mergekit-evolve (genome), not a merge": {"genome": {"models": ["A"]}, "tasks": []},
     "cannot be read as YAML": "models: [",
+    "cannot be read as YAML ('x')": "merge_method: !!bool x",
+    "cannot be read as YAML (string index": "merge_method: !!int ''",
+    "cannot be read as YAML ('NoneType'": "merge_method: !!timestamp x",
     "holds several documents: write each to its own file": "name: first\n---\nmerge_method: slerp\n",
     "models have equal names among": SHARED | {"models": [{"model": "A"}, {"model": "B/../A"}]},
     "holds a list": "[1]",
