@@ -206,6 +206,16 @@ def load_statistics(file: Path) -> dict[str, Tensor]:
         return {name: store.get_tensor(name) for name in store.keys()}  # noqa: SIM118 (no mapping)
 
 
+def read_json(file: Path) -> Any:
+    """The value in a JSON file. Raises: OSError or ValueError where there is none that can be read."""
+    if file.exists() and not file.is_file():  # a pipe would never end
+        raise OSError("it is not a file")
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
 def load_manifest(path: str | Path) -> dict[str, Any]:
     """The manifest of a checkpoint folder, its suite with the folders of this machine (`without_places`).
 

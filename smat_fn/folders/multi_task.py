@@ -243,7 +243,7 @@ def open_several(path: Path) -> Several:
     """Read the headers of a folder of `merge_several`. Raises: ValueError that lists what is missing or broken."""
     problems, scales, coefs = list[str](), dict[str, float](), dict[str, float]()
     try:
-        facts = json.loads((path / TASKS).read_text(encoding="utf-8"))
+        facts = checkpoint.read_json(path / TASKS)
         scales = {str(name): float(scale) for name, scale in facts["scales"].items()}
         coefs = {"": float(facts["coefs"][""])} | {str(leaf): float(coef) for leaf, coef in facts["coefs"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from .. import errors, random, tree
-from ..checkpoint import MANIFEST, atomic_folder, file_hashes, load_manifest, plain
+from ..checkpoint import MANIFEST, atomic_folder, file_hashes, load_manifest, plain, read_json
 from ..checkpoint import load_expert as load_full
 from .adapters import WEIGHT, A, B, Lora, expand, init, layer_of, names_of
 
@@ -145,7 +145,7 @@ def _dropout_problems(folder: Path, dropout: Any) -> list[str]:
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Configuration and tensors. Raises: ValueError for files that are cut off, or of another kind."""
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config = read_json(folder / CONFIG)
         if not isinstance(config, dict):
             raise ValueError(f"{CONFIG} holds a {type(config).__name__}")
         return config, load_file(folder / WEIGHTS)

@@ -397,6 +397,35 @@ def test_json_that_is_nested_too_deeply_and_pipes_are_told(inputs, tmp_path):
         reading.load_config(base)
 
 
+@pytest.mark.parametrize("file", ["generation_config.json", "tokenizer_config.json", "tokenizer.json"])
+@pytest.mark.parametrize("kind", ["deep", "pipe"])
+def test_a_file_beside_the_weights_that_cannot_be_read_counts_as_none(kind, file, inputs, tmp_path):
+    base, experts = inputs
+    for folder in experts.values():
+        if kind == "deep":
+            (folder / file).write_text("[" * 100_000)
+        else:
+            os.mkfifo(folder / file)
+    merge_folders(TA, base, experts, tmp_path / "out")
+
+
+def test_weights_that_are_a_pipe_are_told(inputs, tmp_path):
+    base, experts = inputs
+    (folder := next(iter(experts.values()))).joinpath("model.safetensors.index.json").unlink(missing_ok=True)
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    os.mkfifo(folder / "model.safetensors")
+    assert "model.safetensors cannot be read (it is not a file)" in refusal(tmp_path, base, experts)[0]
+
+
+def test_a_shape_that_torch_cannot_count_is_told(inputs, tmp_path):
+    base, experts = inputs
+    folder = next(iter(experts.values()))
+    index_of(folder).unlink(missing_ok=True)
+    header = json.dumps({"w": {"dtype": "F32", "shape": [0, 2**62, 2**62], "data_offsets": [0, 0]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert "parameter 'w' is stored as F32, which cannot be merged" in refusal(tmp_path, base, experts)[0]
+
+
 def test_an_output_whose_name_is_not_utf_8_is_told_before_the_merge(inputs, tmp_path):
     out = tmp_path / os.fsdecode(b"b\xff")
     with pytest.raises(ValueError, match="which is not UTF-8"):

@@ -284,6 +284,21 @@ def pickled(folder, *, shards=1, legacy=False):
     return folder
 
 
+@pytest.mark.parametrize(
+    ("leaf", "told"),
+    [
+        (torch.eye(2).to_sparse(), "holds 'w', a tensor that is sparse"),
+        (torch.empty(2, device="meta"), "holds 'w', a tensor that is sparse, nested or without values"),
+        (None, "holds a dict of 1, not pickled weights by name"),
+    ],
+)
+def test_pickled_tensors_that_are_not_plain_are_refused(leaf, told, folders, tmp_path):
+    base = folders.save(tmp_path / "base", model(0))
+    torch.save({1: torch.ones(2)} if leaf is None else {"w": leaf}, tmp_path / "x.pt")
+    with pytest.raises(ValueError, match=told):
+        plan(TA, base, {"x": tmp_path / "x.pt"}, tmp_path / "out")
+
+
 @pytest.mark.parametrize("shards", [1, 2])
 def test_pickled_weights_are_read_without_their_code(shards, folders, tmp_path):
     base, experts = folders.save_family(tmp_path, model(0), {"x": model(1), "y": model(2)})

@@ -1,6 +1,5 @@
 """LoRA adapters: as experts, base + s B A (DoRA: rescaled by row) formed a few rows at a time, and as factors."""
 
-import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -335,7 +334,7 @@ def _opened(label: str, path: Path, *, whole: bool = False) -> tuple[dict[str, A
     if not (path / CONFIG).is_file():
         raise ValueError(f"{label}: {path} holds no {CONFIG}: give the folder of a LoRA adapter, or download it again")
     try:
-        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+        config = checkpoint.read_json(path / CONFIG)
         file = weights_of(path)
         store = None if not file.exists() else Pickled(file) if file.name == PICKLED else Store(file)
         if not isinstance(config, dict):

@@ -1,6 +1,5 @@
 """Checkpoint folders in Hugging Face's layout: headers first, then flat ranges of leaves from mapped files."""
 
-import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ...checkpoint import INDEX, WEIGHTS
+from ...checkpoint import INDEX, WEIGHTS, read_json
 from ...errors import first_line, shortened
 from ...tree import dtype_name, unwrapped
 from ..files import Identity, identity
@@ -61,21 +60,11 @@ _MODEL = re.compile(r"(model|module|net|network|state_dict|params)(_.+)?|.+_stat
 Read: TypeAlias = Callable[[int, int], Tensor]  # flat coordinates [start, stop) of a leaf
 
 
-def _check_fetched(file: Path) -> None:
-    """Raises: ValueError for the small text that git leaves in place of a file of Git LFS that it did not fetch."""
-    if not file.is_file():  # a pipe would never end
-        return
-    with suppress(OSError), file.open("rb") as found:
-        if found.read(len(_POINTER)) == _POINTER:
-            raise ValueError(f"{file} is a pointer of Git LFS: fetch the file by git lfs pull")
-
-
 class Store:
     """A mapped safetensors file. Tensors just read stay mapped: mapping one costs as much as a small chunk."""
 
     def __init__(self, file: Path) -> None:
-        _check_fetched(file)
-        self.identity = identity(file)
+        self.identity = identity(_regular(file))
         store: Any = safe_open(file, framework="pt")
         self.get_tensor: Callable[[str], Tensor] = lru_cache(maxsize=4)(store.get_tensor)
         self.names: list[str] = store.offset_keys()
@@ -90,27 +79,44 @@ class Store:
         """Shape and dtype of a tensor, as a meta tensor; None for a dtype that cannot be merged."""
         code = self.code(name)
         shape = self._slice(name).get_shape()
-        return torch.empty(shape, dtype=DTYPES[code], device="meta") if code in DTYPES else None
+        try:
+            return torch.empty(shape, dtype=DTYPES[code], device="meta") if code in DTYPES else None
+        except RuntimeError:  # a shape such as (0, 2**62, 2**62), whose strides torch cannot count
+            return None
+
+
+def _regular(file: Path) -> Path:
+    """The file. Raises: OSError for a folder or a pipe, which would never end; ValueError for a pointer of Git LFS."""
+    if file.exists() and not file.is_file():
+        raise OSError("it is not a file")
+    with suppress(OSError), file.open("rb") as found:
+        if found.read(len(_POINTER)) == _POINTER:  # what git leaves in place of a file that it did not fetch
+            raise ValueError(f"{file} is a pointer of Git LFS: fetch the file by git lfs pull")
+    return file
 
 
 def _named(found: object) -> bool:
-    """Whether an object is a dict of tensors."""
-    return isinstance(found, dict) and all(isinstance(leaf, Tensor) for leaf in found.values())
+    """Whether an object is a dict of tensors by name."""
+    return isinstance(found, dict) and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in found.items())
+
+
+def _plain(leaf: Tensor) -> bool:
+    """Whether a tensor's values lie in memory as its shape says: not for one that is sparse, nested or meta."""
+    return leaf.layout is torch.strided and not leaf.is_nested and not leaf.is_meta
 
 
 def _inner(found: object) -> dict[str, dict[str, Tensor]]:
     """The state dicts in the dict of a training script, beside its epoch and its optimizer."""
     if not isinstance(found, dict) or _named(found):
         return {}
-    return {key: own for key, own in found.items() if own and _named(own) and _MODEL.fullmatch(str(key))}
+    return {key: own for key, own in found.items() if _named(own) and own and _MODEL.fullmatch(str(key))}
 
 
 class Pickled:
     """A mapped file of ``torch.save``, read without running any of its code."""
 
     def __init__(self, file: Path) -> None:
-        _check_fetched(file)
-        self.identity = identity(file)
+        self.identity = identity(_regular(file))
         try:
             found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # pickle's, zip's, torch's
@@ -125,6 +131,8 @@ class Pickled:
             keys = shortened([repr(key) for key in found], "{} more") if isinstance(found, dict) else []
             what = f"a dict of {', '.join(keys)}" if keys else f"a {type(found).__name__}"
             raise ValueError(f"{file} holds {what}, not pickled weights by name: {_SAFE}")
+        if odd := next((name for name, leaf in found.items() if not _plain(leaf)), None):
+            raise ValueError(f"{file} holds {odd!r}, a tensor that is sparse, nested or without values (meta): {_SAFE}")
         self._leaves = found
         self.names: list[str] = list(found)
         self.metadata: dict[str, str] = {}
@@ -278,7 +286,7 @@ def module_folders(path: Path) -> list[Path]:
 def _routed(router: Path) -> list[Path]:
     for name in ROUTER, "config.json":
         with suppress(OSError, ValueError, KeyError, TypeError):
-            types = dict(json.loads((router / name).read_text(encoding="utf-8"))["types"])
+            types = dict(read_json(router / name)["types"])
             return [folder for folder in sorted(router.glob("*/")) if folder.name in types]
     return []
 
@@ -372,9 +380,9 @@ def _placed(label: str, path: Path, problems: list[str], name: str) -> dict[Path
 def indexed(label: str, path: Path, problems: list[str], index: str) -> dict[Path, set[str] | None]:
     """The files that an index names, and the leaves that it places in each; errors go into ``problems``."""
     try:
-        placed = json.loads((path / index).read_text(encoding="utf-8"))["weight_map"]
+        placed = read_json(path / index)["weight_map"]
         pairs = [(str(name), str(file)) for name, file in placed.items()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         problems.append(f"{label}: {path / index} is not an index ({error!r}): download it again")
         return {}
     names: dict[str, set[str] | None] = {}
@@ -405,10 +413,8 @@ def load_config(path: Path) -> dict[str, Any] | None:
     """The model's config.json, None where there is none. Raises: ValueError for one that is not a JSON object."""
     file = path / "config.json"
     try:
-        if file.exists() and not file.is_file():  # a pipe would never end
-            raise OSError("it is not a file")
-        config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
-    except (OSError, ValueError, RecursionError) as error:
+        config = read_json(file) if file.exists() else None
+    except (OSError, ValueError) as error:
         raise ValueError(f"{file} cannot be read ({error}): copy or download it again") from error
     if not (config is None or isinstance(config, dict)):
         raise ValueError(f"{file} holds a {type(config).__name__}, must be a JSON object: copy or download it again")

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ...checkpoint import read_json
 from ...errors import problems_of
 from .reading import MODULES, PIPELINE, ROUTER, SUFFIXES, config_of, load_config, module_folders
 from .towers import compared
@@ -326,7 +327,7 @@ def _read_settings(file: Path) -> dict[str, Any]:
     if file.name != MODULES:
         return _flat(_read(file))
     with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
-        return {"modules": " ".join(entry["type"].rpartition(".")[2] for entry in json.loads(file.read_bytes()))}
+        return {"modules": " ".join(entry["type"].rpartition(".")[2] for entry in read_json(file))}
     return {}
 
 
@@ -343,7 +344,7 @@ def _renumbered(config: Mapping[str, Any], numbers: Mapping[int, int]) -> dict[s
 def _read(file: Path | bytes | None) -> dict[str, Any]:
     """A JSON object; {} where there is none that can be read."""
     try:
-        found = json.loads(file.read_bytes() if isinstance(file, Path) else file or b"")
+        found = read_json(file) if isinstance(file, Path) else json.loads(file or b"")
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -1,6 +1,5 @@
 """Heads and vocabularies that differ between base and experts: reported, or resized to base's shapes."""
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -8,6 +7,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
+from ...checkpoint import read_json
 from .reading import Folder, Read, config_of
 
 Vocabulary: TypeAlias = Literal["error", "base-rows", "pad-with-base"]
@@ -199,7 +199,7 @@ def tokenizer_notes(base: Path, experts: Mapping[str, Path], *, of: str = "base"
 def _tokens(file: Path) -> dict[str, Any] | None:
     """Token to number, added ones too; None for a file that does not say it in JSON."""
     try:
-        read = json.loads(file.read_text(encoding="utf-8"))
+        read = read_json(file)
         if file.name != "tokenizer.json":
             return dict(read)
         vocabulary = read["model"]["vocab"]

@@ -88,7 +88,7 @@ def _is_finished(args: MergeAdapters, facts: Mapping[str, Any], adapters: Mappin
 
 def base_of(adapter: Path) -> Any:
     """The base that an adapter's configuration names."""
-    return json.loads((adapter / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    return checkpoint.read_json(adapter / CONFIG).get("base_model_name_or_path")
 
 
 def by_module(

@@ -1,6 +1,5 @@
 """A base and its experts, read from folders and checked against each other."""
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -154,7 +153,7 @@ def origins(experts: Sequence[Path]) -> list[str]:
     for given, _ in map(weight_of, experts):
         for file, field in fields.items():
             with suppress(OSError, ValueError, AttributeError):
-                found[json.loads((named(given)[1] / file).read_text(encoding="utf-8")).get(field)] = None
+                found[checkpoint.read_json(named(given)[1] / file).get(field)] = None
     return [str(name) for name in found if name]
 
 
