@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ..config import MORE_MERGERS
-from ..errors import raise_problems
+from ..errors import printable, raise_problems
 from ..evaluate.results import EXPERT, Result
 from ..evaluate.statistics import ROUNDING
 
@@ -174,7 +174,7 @@ def rich_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]
     for place, column in enumerate(columns):
         drawn.add_column(column, justify="right" if place else "left", no_wrap=True)
     for row in rows:
-        drawn.add_row(*row)
+        drawn.add_row(*map(printable, row))
     return drawn
 
 

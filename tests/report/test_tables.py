@@ -7,7 +7,7 @@ import pytest
 
 from smat_fn.config import MORE_MERGERS
 from smat_fn.evaluate import Result
-from smat_fn.report.tables import COLUMNS, main_table, markdown, show, terminal
+from smat_fn.report.tables import COLUMNS, main_table, markdown, rich_table, show, terminal
 
 
 def test_means_over_tasks_mergers_and_seeds(rows):
@@ -49,6 +49,14 @@ def test_terminal_table_fits_and_shows_the_same_numbers(rows):
     assert "…" not in text
     for line in main_table(rows).cells.values():
         assert all(f"{cell.mean:.2f}" in text for cell in line.values())
+
+
+def test_control_characters_in_labels_do_not_reach_the_terminal():
+    from rich.console import Console
+
+    out = io.StringIO()
+    Console(file=out, width=80).print(rich_table("title", ["Method"], [["a\x1b]0;b\x07"]]))
+    assert "a\\x1b]0;b\\x07" in out.getvalue()
 
 
 def test_terminal_marks_the_best_of_each_column(rows):

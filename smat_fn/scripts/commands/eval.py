@@ -102,7 +102,7 @@ def main(args: Eval) -> None:
         write_bytes(args.plot, main_plot(table, title=f"{args.split} score, mean over tasks"))
         print(f"plot: {args.plot}")
         outcome.add("written", args.plot)
-    print(verdict := evaluation.verdict(table))
+    print(printable(verdict := evaluation.verdict(table)))
     outcome.add("verdict", verdict)
 
 

@@ -25,15 +25,16 @@ def card(manifest: Mapping[str, Any]) -> str:
     The text names the merger and its options, the dev scores of a search, the precision and the SHA-256 of every file
     that a merge on disk read and wrote, and fingerprints of weights.
     """
+    label = _text(manifest["label"])
     options = _options(manifest["hyperparameters"]) or "no options"
     semantics = f", semantics {manifest['semantics']}" if "semantics" in manifest else ""
     masks = f", random masks from seed {manifest['merge_seed']}" if manifest["merger"] in RANDOM else ""
     stacks = manifest.get("stacks", {})
     mixed = manifest["merger"] == "moe"
-    title = f"# {manifest['label']} experts merged by {manifest['merger'].upper()}"
-    title = f"# Mixture of experts of {manifest['label']}" if mixed else title
+    title = f"# {label} experts merged by {manifest['merger'].upper()}"
+    title = f"# Mixture of experts of {label}" if mixed else title
     lines = [
-        f"# Layers of {manifest['label']}, stacked" if stacks and len(manifest["experts"]) == 1 else title,
+        f"# Layers of {label}, stacked" if stacks and len(manifest["experts"]) == 1 else title,
         "",
         f"Merger: {manifest['merger']} ({options}){semantics}{masks}.",
     ]

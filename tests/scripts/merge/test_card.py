@@ -118,9 +118,19 @@ def test_the_license_is_that_of_the_base_and_other_ones_are_named(tmp_path):
 def test_texts_of_input_folders_begin_neither_html_nor_links_nor_headings():
     told = "expert 'A' has other norms: rms_norm_eps \x1b[31m<script>\n\n# x [y](javascript:z) \\<b>"
     licenses = {"base": {"license": "mit"}, "experts": {"A": {"license": "<img src=x>\n\n# [L](l)"}}}
-    text = card({**MANIFEST, "notes": [told], "licenses": licenses, "files": {"<b>.json": "2"}, "base_model": []})
+    text = card(
+        {
+            **MANIFEST,
+            "label": "<b>+B",
+            "notes": [told],
+            "licenses": licenses,
+            "files": {"<b>.json": "2"},
+            "base_model": [],
+        }
+    )
     html = MarkdownIt("commonmark").enable("table").render(text.partition("\n# ")[2])
     assert "\x1b" not in text
+    assert "# \\<b>+" in text
     for tag in "<script", "<img", "<b>", "<a ", "<h1":
         assert tag not in html
     assert "rms_norm_eps \\x1b[31m&lt;script&gt; # x [y](javascript:z) \\&lt;b&gt;" in html
