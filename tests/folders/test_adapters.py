@@ -62,6 +62,7 @@ def adapter(tmp_path):
     [
         ([3], "must be an object of expressions"),
         ({"(": 2}, "which is not a regular expression"),
+        ({"a{99999999999}": 2}, "which is not a regular expression"),
         ("q", "must be an object"),
     ],
 )
@@ -315,6 +316,7 @@ def test_all_problems_of_an_adapter_are_listed(base, adapter, folders, tmp_path)
         ({"alpha_pattern": {"up": "8"}}, "alpha_pattern['up']"),
         ({"rank_pattern": {"up": True}}, "rank_pattern['up']"),
         ({"lora_alpha": float("inf")}, "lora_alpha"),
+        ({"lora_alpha": 10**400}, "lora_alpha"),
     ],
 )
 def test_what_should_be_a_number_is_named(settings, name, base, adapter, folders, tmp_path):

@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -407,7 +408,7 @@ def _no_patterns(config: Mapping[str, Any]) -> Iterator[str]:
         for key in pattern:
             try:
                 re.compile(key)
-            except re.error as error:
+            except (re.error, RecursionError, OverflowError) as error:  # "(" * 9999, "a{9999999999}"
                 yield f"{name} has {key!r}, which is not a regular expression ({error})"
 
 
@@ -420,7 +421,7 @@ def _no_numbers(config: Mapping[str, Any]) -> Iterator[str]:
     return (
         name
         for name, value in numbers.items()
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) <= sys.float_info.max
     )
 
 
