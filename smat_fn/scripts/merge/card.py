@@ -156,7 +156,7 @@ def adapter_card(manifest: Mapping[str, Any]) -> str:
         f"Method: {manifest['method']}{options}{masks}. "
         f"Rank {least if least == most else f'{least} to {most}'}, scale 1: the change of a matrix is BA.",
         "",
-        f"Base: {f'`{base}`' if base else 'as its adapters name it in their configuration'}. It was not read.",
+        f"Base: {_code(base) if base else 'as its adapters name it in their configuration'}. It was not read.",
         "",
         "| adapter | weight |",
         "|---|---:|",
@@ -243,6 +243,12 @@ def _with_metadata(text: str, metadata: Mapping[str, Any]) -> str:
 def _cell(name: str) -> str:
     """A name in a table, of which a bar would begin the next cell."""
     return _text(name).replace("|", "\\|")
+
+
+def _code(given: str) -> str:
+    """Text of input folders as code in Markdown."""
+    text = printable(" ".join(given.split())).replace("`", "'")
+    return f"`{text}`"
 
 
 def _text(given: str) -> str:

@@ -136,6 +136,12 @@ def test_texts_of_input_folders_begin_neither_html_nor_links_nor_headings():
     assert "rms_norm_eps \\x1b[31m&lt;script&gt; # x [y](javascript:z) \\&lt;b&gt;" in html
 
 
+def test_the_base_that_an_adapter_names_stays_code():
+    name = "x` <b>\n\n# h \x1b`"
+    adapter = {"method": "svd", "ranks": [2, 2], "adapters": ["A"], "weights": {}, "versions": {}, "base_model": name}
+    assert "\nBase: `x' <b> # h \\x1b'`. It was not read.\n" in adapter_card(adapter)
+
+
 @pytest.mark.parametrize("metadata", ["[" * 5000, "license: !!bool x", "license: !!timestamp x", "license: !!int ''"])
 def test_metadata_that_yaml_cannot_make_hold_no_license(metadata, tmp_path):
     (tmp_path / "README.md").write_text(f"---\n{metadata}\n---\n")
