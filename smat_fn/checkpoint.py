@@ -26,6 +26,7 @@ SNAPSHOTS = "snapshots"  # beside them too: NUMBER/TASK, parameters of earlier s
 REPLACED = ".replaced"  # ends the name of a file that names an expert which --overwrite has yet to replace
 SOURCES = "sources.json"  # of a merge: where its inputs lie on this machine; not to be published
 RECIPE = "recipe.yml"  # of a merge: what merge.py repeats it from
+_AGAIN = "train or merge it again with --overwrite"
 STATISTICS = {kind: f"{kind}.safetensors" for kind in ("fisher", "gram", "adam")}  # beside an expert's weights
 ADAPTED = "adapted_base_fingerprint"  # in manifests of adapters: of the leaves of base that these change
 PROGRESS = "progress.json"  # of a merge that has not ended: its finished files
@@ -149,8 +150,8 @@ def load_leaves(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         for file in _weight_files(Path(path)):
             with safe_open(file, framework="pt") as store:
                 leaves |= {tree.unwrapped(name): store.get_tensor(name) for name in store.keys()}  # noqa: SIM118 (no mapping)
-    except (OSError, SafetensorError, json.JSONDecodeError, KeyError) as error:
-        raise ValueError(f"{file} cannot be read ({error}): train or merge it again with --overwrite") from error
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{file} cannot be read ({error}): {_AGAIN}") from error
     return leaves, manifest
 
 
@@ -158,8 +159,13 @@ def _weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if not index.exists():
         return [folder / WEIGHTS]
-    placed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    return [folder / name for name in sorted(set(placed.values()))]
+    try:
+        names = sorted(map(str, set(read_json(index)["weight_map"].values())))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is not an index ({error!r}): {_AGAIN}") from error
+    if outside := [name for name in names if Path(name).name != name]:
+        raise ValueError(f"{index} names {outside[0]!r}, outside the folder: do not trust this index")
+    return [folder / name for name in names]
 
 
 def save_statistics(path: str | Path, kind: str, leaves: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Path:

@@ -418,3 +418,19 @@ def test_an_error_of_a_full_disk_names_the_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / 'x.json'}'"):
         checkpoint.write_text(tmp_path / "x.json", "1")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "is not an index"),
+        ("[1]", "is not an index"),
+        ('{"weight_map": 3}', "is not an index"),
+        ('{"weight_map": {"w": "../other.safetensors"}}', "names '../other.safetensors', outside the folder"),
+    ],
+)
+def test_an_index_that_is_none_or_leaves_the_folder(text, told, tmp_path):
+    checkpoint.save_expert(tmp_path / "out", {"w": torch.ones(2)}, {})
+    (tmp_path / "out" / checkpoint.INDEX).write_text(text)
+    with pytest.raises(ValueError, match=f"{checkpoint.INDEX} {told}"):
+        checkpoint.load_leaves(tmp_path / "out")
