@@ -1,7 +1,7 @@
 """Methods compared by a protocol: equal tuning on dev, then test scores on fresh seeds at the frozen choices.
 
-Trials are kept in a folder, so that a stopped run resumes; it says in advance how long it takes. The summary covers the
-seeds that are complete and is written again after each.
+Trials are kept in a folder, so that a stopped run resumes. The summary covers the seeds that are complete and is
+written again after each.
 """
 
 import json

@@ -83,7 +83,7 @@ def run_trials(
     First what the suites keep in the cache and is not there yet is made: bases, states of frozen layers. Time left is
     reckoned from finished trials. A trial that fails does not stop the others.
 
-    Args: report: gets a line per finished trial, and a forecast in advance; run_one: in place of `run_trial`.
+    Args: report: gets a line per finished trial, with the time left; run_one: in place of `run_trial`.
     Raises: ValueError for a trial that is there twice; RuntimeError, at the end, that lists the trials that failed.
     """
     folders = [trial.folder(work) for trial in trials]
