@@ -15,8 +15,10 @@ from .. import __version__, checkpoint, errors
 from ..merge.around.factors import Factors
 from .inputs.adapters import CONFIG, PREFIX, WEIGHTS, Held, read_adapter, stored_halves, weights_of
 from .inputs.hub import local_folder
+from .inputs.side_files import TOKENIZER, Files, files_of, special_tokens, template_of
+from .inputs.vocabulary import tokenizer_notes
 from .prepare import place_problems
-from .writing import exclusive
+from .writing import exclusive, fill
 
 Combine: TypeAlias = Callable[[Mapping[str, Mapping[str, Factors]]], Mapping[str, Factors]]
 Texts: TypeAlias = Callable[[Sequence[Path], Mapping[str, Sequence[Path]]], Mapping[str, str]]
@@ -28,6 +30,7 @@ class Combined(NamedTuple):
     ranks: dict[str, int]  # of every module
     partial: tuple[str, ...]  # modules that some adapters lack
     bytes: int
+    notes: tuple[str, ...]  # on tokenizers that differ
 
 
 def merge_adapters(
@@ -42,7 +45,8 @@ def merge_adapters(
     """Write the adapter that ``combine`` makes of adapters; base is not read, the folder is written atomically.
 
     ``lora_alpha`` is the rank, and ``use_rslora`` off, so that ΔW = BA; unequal ranks of modules are in
-    ``rank_pattern`` and ``alpha_pattern``. Tensors have the widest dtype of the adapters'.
+    ``rank_pattern`` and ``alpha_pattern``. Tensors have the widest dtype of the adapters'. Tokenizer and chat template
+    are those of the first adapter that holds any.
 
     Args:
         adapters: folders or hub names by name.
@@ -70,21 +74,41 @@ def merge_adapters(
             save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
             config = json.dumps(_config(held, merged, base), indent=2) + "\n"
             (folder / CONFIG).write_text(config, encoding="utf-8")
-            read = files_read(places)
+            files, notes = tokenizer_of(places)
+            made = fill(folder, files, [])
             plain = json.dumps({"adapter": "merged", "versions": {"smat_fn": __version__}}, indent=2) + "\n"
-            given = texts([folder / CONFIG, folder / WEIGHTS], read) if texts else {}
+            given = texts([folder / CONFIG, folder / WEIGHTS, *made], files_read(places)) if texts else {}
             for file, text in {checkpoint.MANIFEST: plain, **given}.items():
                 (folder / file).write_text(text, encoding="utf-8")
     return Combined(
         {module: factors.rank for module, factors in merged.items()},
         tuple(module for module in merged if any(module not in found.factors for found in held.values())),
         sum(tensor.nbytes for tensor in stored.values()),
+        notes,
     )
 
 
 def files_read(places: Mapping[str, Path]) -> dict[str, list[Path]]:
     """The files of adapters that are merged, by label. Args: places: their folders by name."""
-    return {f"adapter {name!r}": [place / CONFIG, weights_of(place)] for name, place in places.items()}
+    return {
+        f"adapter {name!r}": [place / CONFIG, weights_of(place), *files_of(place, TOKENIZER).values()]
+        for name, place in places.items()
+    }
+
+
+def tokenizer_of(places: Mapping[str, Path]) -> tuple[Files, tuple[str, ...]]:
+    """Tokenizer and chat template of the first adapter that has any, and notes on others that differ."""
+    roots = {name: place for name, place in places.items() if files_of(place, TOKENIZER)}
+    if not roots:
+        return {}, ()
+    (first, root), *rest = roots.items()
+    others = {f"adapter {name!r}": place for name, place in rest}
+    notes = list(tokenizer_notes(root, others, of=first))
+    for label, place in others.items():
+        notes += special_tokens(label, root, place, of=first)
+        if template_of(place) != template_of(root):
+            notes.append(f"{label} has another chat template than {first}: the merged adapter has {first}'s")
+    return {**files_of(root, TOKENIZER)}, tuple(notes)
 
 
 def _stored(merged: Mapping[str, Factors], held: Mapping[str, Held]) -> dict[str, Tensor]:

@@ -243,8 +243,13 @@ def test_the_card_of_an_adapter_says_what_was_merged(call, tmp_path):
     for seed, (name, settings) in enumerate({"x": {"base_model_name_or_path": "owner/base"}, "y": {}}.items()):
         write_adapter(tmp_path / name, seed, 2, **settings)
     (tmp_path / "y/README.md").write_text("---\nlicense: mit\n---\n")
+    (tmp_path / "x/chat_template.jinja").write_text("{{ messages }}")
+    (tmp_path / "y/chat_template.jinja").write_text("{{ messages[1] }}")
     words = "--experts", tmp_path / "x", f"{tmp_path / 'y'}@-0.5", "--base", "owner/base", "--method", "dare_ties_svd"
-    assert call("adapters", *words, "--density", 0.5, "--seed", 3, "--rank", 1, "--out", tmp_path / "out")[1] is None
+    words = *words, "--density", 0.5, "--seed", 3, "--rank", 1, "--out", tmp_path / "out"
+    said, code = call("adapters", *words)
+    assert said.startswith("note: adapter 'y' has another chat template than x")
+    assert code is None
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert card.data.to_dict() == {
         "base_model": "owner/base",
@@ -257,7 +262,11 @@ def test_the_card_of_an_adapter_says_what_was_merged(call, tmp_path):
     assert "Base: `owner/base`. It was not read." in card.text
     assert "The license of base is not known; adapters name theirs (y mit): check their terms." in card.text
     assert "| x | 1 |\n| y | -0.5 |\n" in card.text
+    assert "| chat_template.jinja | `" in card.text
     assert call("verify", tmp_path / "out")[1] is None
+    assert call("adapters", *words)[0].startswith("kept: ")
+    (tmp_path / "x/chat_template.jinja").write_text("{{ messages[0] }}")
+    assert "exists: choose another folder or pass --overwrite" in call("adapters", *words)[1]
 
 
 def test_random_masks_of_adapters_come_from_the_seed(call, tmp_path):

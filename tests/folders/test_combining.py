@@ -316,3 +316,30 @@ def test_a_module_whose_name_ends_another_keeps_its_rank(tmp_path):
     theirs = copy.deepcopy(model).merge_and_unload().state_dict()
     for path, leaf in theirs.items():
         torch.testing.assert_close(ours[path], leaf)
+
+
+def test_the_first_tokenizer_and_chat_template_are_kept(saved, tmp_path):
+    folders = {"w": saved("w", 0), "x": saved("x", 1), "y": saved("y", 2), "z": saved("z", 3)}
+
+    def write(name, end, template, **vocabulary):
+        for file, content in {"tokenizer.json": {"model": {"vocab": vocabulary}}, "tokenizer_config.json": end}.items():
+            (folders[name] / file).write_text(json.dumps(content))
+        (folders[name] / "additional_chat_templates").mkdir()
+        (folders[name] / "additional_chat_templates/tool.jinja").write_text(template)
+        (folders[name] / "chat_template.jinja").write_text(template)
+
+    write("x", {"eos_token": "</s>"}, "{{ a }}", a=0, b=1)
+    write("y", {"eos_token": "</s>"}, "{{ a }}", a=0, b=1)
+    write("z", {"eos_token": "<end>"}, "{{ b }}", a=1, b=0)
+    made = combined(folders, tmp_path / "out", "cat")
+    assert made.notes == (
+        "adapter 'z' numbers 2 tokens differently from x, e.g. 'a' (0 in x, 1 there): the merged model has x's "
+        "tokenizer",
+        "adapter 'z' has other special tokens: eos_token '<end>' of its tokenizer, x's is '</s>'",
+        "adapter 'z' has another chat template than x: the merged adapter has x's",
+    )
+    files = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates/tool.jinja"
+    for file in files:
+        assert (tmp_path / "out" / file).read_bytes() == (folders["x"] / file).read_bytes()
+    alone = combined({"w": folders["w"]}, tmp_path / "alone", "cat")
+    assert (alone.notes, (tmp_path / "alone/tokenizer.json").exists()) == ((), False)

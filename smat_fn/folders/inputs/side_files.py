@@ -212,7 +212,7 @@ def differences(
                 problems.append(f"{label} has {kind} in config.json ({said}), which its weights do not show: {way}")
             elif found:
                 notes.append(f"{label} has {kind}: {said}" if kind in ERRORS else f"{label} has other {kind}: {said}")
-        notes += _special_tokens(label, base, root)
+        notes += special_tokens(label, base, root)
         notes += _texts(label, base, root, chosen=chosen, template=template)
         notes += _settings(label, base, root)
     return problems, notes
@@ -289,7 +289,7 @@ def _texts(label: str, base: Path, root: Path, *, chosen: bool, template: bool) 
         yield f"{label} has a generation_config.json, base has none: the output has none"
 
 
-def _special_tokens(label: str, base: Path, root: Path) -> Iterator[str]:
+def special_tokens(label: str, base: Path, root: Path, *, of: str = "base") -> Iterator[str]:
     """Notes on tokens that begin and end texts, where config.json does not show that they differ: in adapters."""
     own, others = (_read(path / "tokenizer_config.json") for path in (base, root))
     left, right = config_of(base), config_of(root)
@@ -298,7 +298,7 @@ def _special_tokens(label: str, base: Path, root: Path) -> Iterator[str]:
             value.get("content") if isinstance(value, dict) else value for value in (own.get(name), others.get(name))
         )
         if token and other and token != other and not _unlike(left.get(f"{name}_id"), right.get(f"{name}_id"), name):
-            yield f"{label} has other special tokens: {name} {other!r} of its tokenizer, base's is {token!r}"
+            yield f"{label} has other special tokens: {name} {other!r} of its tokenizer, {of}'s is {token!r}"
 
 
 def _settings(label: str, base: Path, root: Path) -> Iterator[str]:

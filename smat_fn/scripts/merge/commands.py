@@ -129,6 +129,8 @@ def merge_adapters(args: MergeAdapters) -> None:
     if made.partial:
         lacking = _count(made.partial, "module", "modules")
         print(f"note: {lacking} of some adapters alone, merged from those: {_some(made.partial)}")
+    for note in made.notes:
+        print(printable(f"note: {note}"))
     outcome.add("merged", {"folder": args.out, "kept": False})
     print(f"merged: {args.out}, {_count(made.ranks, 'module', 'modules')} of {what}, {size_text(made.bytes)}")
 
