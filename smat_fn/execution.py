@@ -9,6 +9,7 @@ One rule for what the package keeps between calls: numbers, numpy arrays, and te
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import cache, wraps
 from types import ModuleType
 from typing import Any, TypeVar, cast
@@ -21,6 +22,7 @@ from torch.autograd import forward_ad
 
 F = TypeVar("F", bound=Callable[..., Any])
 _off = False
+_in_loss = ContextVar("in_loss", default=False)
 
 
 @contextmanager
@@ -111,6 +113,26 @@ def tracked(tensor: Tensor) -> bool:
     return bool(_functorch.is_gradtrackingtensor(tensor)) and tensor.requires_grad
 
 
+@contextmanager
+def in_loss() -> Iterator[None]:
+    """Inside, autograd differentiates a loss for the library: what requires grad must keep its derivative."""
+    token = _in_loss.set(True)
+    try:
+        yield
+    finally:
+        _in_loss.reset(token)
+
+
+def recorded(tensor: Tensor) -> bool:
+    """Whether autograd records operations on a tensor."""
+    return torch.is_grad_enabled() and tensor.requires_grad
+
+
+def recorded_in_loss(tensor: Tensor) -> bool:
+    """`recorded`, inside `in_loss`: outside of it, parameters are often merged as they are, without ``no_grad``."""
+    return _in_loss.get() and recorded(tensor)
+
+
 def layers(tensor: Tensor) -> Iterator[Tensor]:
     """A tensor as each transform around the call sees it, the innermost first; none outside of transforms."""
     while wrapped(tensor):
@@ -128,8 +150,7 @@ levels._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what torc
 
 def opaque(*tensors: Tensor) -> bool:
     """Whether compiled code may call custom operations on these: nothing batches or differentiates them."""
-    recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    return torch.compiler.is_compiling() and not levels() and not recorded
+    return torch.compiler.is_compiling() and not levels() and not any(map(recorded, tensors))
 
 
 def valueless() -> bool:

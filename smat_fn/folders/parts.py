@@ -23,11 +23,11 @@ from ..checkpoint import write_text
 from ..merge.parts.merger import Merger
 from .files import Changed, Hashing, check_unchanged, sampled
 from .prepare import Options, prepare
-from .run import Describe, Report, completed, cuttable, kept_if_full, merge_shards, room_problems
+from .run import Describe, Report, completed, cuttable, kept_if_full, merge_shards, moved, room_problems
 from .streaming.chunks import Job, written
 from .streaming.estimate import memory_problems
 from .streaming.survey import Survey, trimmed_leaves
-from .writing import NOTE, PROGRESS, Shard, Work, exclusive, locked, recover, take_place, whole, work_folder
+from .writing import NOTE, PROGRESS, Shard, Work, exclusive, locked, recover, whole, work_folder
 
 WAIT = 60.0  # seconds for what others do under the lock of the output folder, unless they complete it
 
@@ -187,8 +187,7 @@ def _complete(
         except ValueError:
             shutil.rmtree(folder, ignore_errors=True)  # every part would fail again
             raise
-        take_place(folder, out)
-    return report
+        return moved(report, folder, out)
 
 
 def _finished(

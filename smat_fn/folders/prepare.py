@@ -14,7 +14,7 @@ from ..errors import check_member, count_problem, problems_of
 from ..merge.parts.coefs import Rules, coefs_of, matches
 from ..merge.parts.inputs import coef_problems, of_two_dtypes
 from ..merge.parts.merger import Merger
-from ..merge.registry import check_options
+from ..merge.registry import check_options, with_defaults
 from .inputs.config_source import TokenRows, Whose
 from .inputs.diffusion import copied_metadata
 from .inputs.lineage import strangers
@@ -91,6 +91,7 @@ def prepare(
     """The job and the files of its output. Raises: ValueError that lists every problem of options and headers."""
     if not isinstance(config, Merger):
         raise ValueError(f"config is {config!r}, must be the options of a merger, such as Ties(coef=0.4, keep=0.2)")
+    config = with_defaults(config)
     if not isinstance(experts, Mapping):
         raise ValueError(f"experts is a {type(experts).__name__}: give a mapping {{name: folder}}")
     sizes = {"shard_size": shard_size, "workers": workers, "pad_to_multiple_of": pad_to_multiple_of}

@@ -180,8 +180,7 @@ def write_job(
         except ValueError:
             shutil.rmtree(folder, ignore_errors=True)  # it would fail again
             raise
-        take_place(folder, out)
-    return report
+        return moved(report, folder, out)
 
 
 def merge_shards(job: Job, survey: Survey, shards: Sequence[Shard], work: Work) -> Mapping[str, bytes]:
@@ -224,6 +223,13 @@ def completed(
         write_text(folder / name, text)
     check_unchanged(job.seen)  # once all that is said of them has been read
     return report
+
+
+def moved(report: Report, folder: Path, out: Path) -> Report:
+    """The report of a finished folder that has taken the place of ``out``."""
+    take_place(folder, out)
+    files = {file: out / file.relative_to(folder) for file in report.hashes if file.is_relative_to(folder)}
+    return report._replace(hashes={files.get(file, file): digest for file, digest in report.hashes.items()})
 
 
 def _report(

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from .. import random, tree
 from ..errors import shortened
-from ..execution import transformed
+from ..execution import in_loss, transformed
 from ..types import Aux, Batch, Engine, LossFn, Params
 from .master_weights import MasterWeights, with_master_weights
 from .modules import ModuleLoss, takes_key
@@ -108,7 +108,7 @@ def _autograd_engine(loss_fn: LossFn) -> Callable[..., tuple[tuple[Tensor, Aux],
         flat = tree.flatten(params)
         tree.check_floating(flat, "params")
         inference = torch.is_inference_mode_enabled()
-        with torch.inference_mode(False) if inference else nullcontext(), torch.enable_grad():
+        with torch.inference_mode(False) if inference else nullcontext(), torch.enable_grad(), in_loss():
             leaves = {path: _recorded(leaf).detach().requires_grad_() for path, leaf in flat.items()}
             before = tree.versions(leaves)
             if inference:

@@ -1,8 +1,9 @@
 """All mergers, and the way from their options to their functions. Registering a merger is one line here."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from importlib import import_module
-from inspect import signature
+from inspect import Parameter, signature
 
 import torch
 from torch import Tensor
@@ -108,6 +109,13 @@ def vector_by(
     own = () if config.statistics() is None else ({} if statistics is None else statistics,)
     vector: Leaves = config.function(*((key,) if config.random else ()), base, experts, *own, **options)
     return vector
+
+
+def with_defaults(config: Merger) -> Merger:
+    """The config with the default of its function, as in `merge_by`, for every option that is None and has one."""
+    taken = {name: option.default for name, option in signature(config.function).parameters.items()}
+    unset = [f.name for f in fields(config) if getattr(config, f.name) is None and f.name != "coef"]
+    return replace(config, **{name: taken[name] for name in unset if taken.get(name) not in (None, Parameter.empty)})
 
 
 def _check_options(config: Merger) -> None:

@@ -395,6 +395,7 @@ def test_hashes_made_while_files_are_written_are_those_of_the_files(workers, sha
     out, options = tmp_path / "out", {"key": folders.key, "workers": workers, "shard_size": shard_size, "chunk": 64}
     report = merge_folders(DARE, *inputs, out, **options)
     found = {file.name: digest for file, digest in report.hashes.items()}
+    assert all(file.parent == out and file.is_file() for file in report.hashes)
     assert sum(name.endswith(".safetensors") for name in found) == (1 if shard_size > 150 else 2)
     assert found.items() <= digests(out).items()
 
@@ -415,3 +416,10 @@ def test_a_file_that_is_followed_is_read_only_as_far_as_it_is_written(tmp_path, 
         reached(len(content))
     with pytest.raises(OSError, match="cut to 7 bytes"):
         digest.result()
+
+
+def test_options_left_out_have_the_defaults_of_the_function(inputs, folders, tmp_path):
+    for out, config in {"short": Ties(coef=0.4, keep=0.2), "full": Ties(coef=0.4, keep=0.2, aggregate="sum")}.items():
+        merge_folders(config, *inputs, tmp_path / out)
+    short, full = (digests(tmp_path / out)["model.safetensors"] for out in ("short", "full"))
+    assert short == full

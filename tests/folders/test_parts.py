@@ -171,7 +171,7 @@ def test_a_kill_while_the_folder_is_completed_leaves_it_to_the_next_call(inputs,
     merge_folders(TIES, *inputs, tmp_path / "whole", shard_size=30)
     merge_part(TIES, *inputs, tmp_path / "out", Part(1, 2), shard_size=30)
     with monkeypatch.context() as patch:
-        patch.setattr(parts, "take_place", lambda *args: 1 / 0)
+        patch.setattr(run, "take_place", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             merge_part(TIES, *inputs, tmp_path / "out", Part(2, 2), shard_size=30)
     assert not (tmp_path / "out").exists()

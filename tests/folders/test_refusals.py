@@ -182,8 +182,8 @@ def test_options(inputs, tmp_path):
         "drop_prob is 1.5",
     ):
         assert any(problem.startswith(part) for problem in problems), part
-    assert refusal(tmp_path, *inputs, Ties(coef=0.3))[:2] == [
-        f"{name} of ties is not set: smat_fn.config.resolve takes it from a preset" for name in ("keep", "aggregate")
+    assert refusal(tmp_path, *inputs, Ties(coef=0.3)) == [
+        "keep of ties is not set: smat_fn.config.resolve takes it from a preset"
     ]
     odd = {"heads": "foo", "token_rows": "foo", "overwrite": "no", "partial": 1, "workers": 2.0, "shard_size": "5GB"}
     assert refusal(tmp_path, *inputs, TA, **odd) == [

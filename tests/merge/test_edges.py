@@ -5,8 +5,10 @@ from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
 
 from smat_fn import merge, random
+from smat_fn.grad import value_and_grad
 from smat_fn.merge.della import thresholds as della_thresholds
 from smat_fn.merge.parts.arithmetic import zeroed
 from smat_fn.merge.parts.chunks import Piece
@@ -14,6 +16,7 @@ from smat_fn.merge.parts.merger import Cut
 from smat_fn.merge.task_arithmetic import TaskArithmetic
 from smat_fn.merge.ties import _limit, ties_vector, trimmed, votes
 from smat_fn.testing import assert_trees_equal
+from smat_fn.tree import tree_map
 
 KEY = random.key(0)
 
@@ -47,11 +50,86 @@ def test_task_vector_is_differentiable():
     assert params.grad.tolist() == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_apply_vector_is_differentiable_in_all_that_it_takes(dtype):
+    base, vector, coef = (
+        {"w": torch.tensor([1.0, -2.0], dtype=dtype), "n": torch.tensor(3)},
+        {"w": torch.tensor([0.3, 0.7])},
+        torch.tensor(0.6),
+    )
+    plain = merge.apply_vector(base, vector, coef=coef.item())
+    weights = torch.tensor([2.0, 5.0])
+
+    def loss(start, vector, coef):
+        merged = merge.apply_vector({**base, "w": start}, {"w": vector}, coef=coef)
+        assert merged["n"] == 3
+        return (merged["w"].double() * weights).sum(), merged["w"]
+
+    expected = weights.tolist(), (weights * coef).tolist(), (weights * vector["w"]).sum()
+    grads, merged = torch.func.grad(loss, argnums=(0, 1, 2), has_aux=True)(base["w"], vector["w"], coef)
+    leaves = [leaf.clone().requires_grad_() for leaf in (base["w"], vector["w"], coef)]
+    value, recorded = loss(*leaves)
+    value.backward()
+    for found in grads, [leaf.grad for leaf in leaves]:
+        assert found[0].tolist() == expected[0]
+        torch.testing.assert_close(found[1].tolist(), expected[1])
+        torch.testing.assert_close(found[2], expected[2])
+    for own in merged, recorded:
+        assert torch.equal(own, plain["w"])
+    with torch.no_grad():
+        assert not merge.apply_vector({"w": leaves[0]}, {"w": leaves[1]}, coef=leaves[2])["w"].requires_grad
+
+
+def test_apply_vector_of_parameters_alone_is_detached_and_inside_a_loss_is_not():
+    start, vector = {"w": torch.ones(2, requires_grad=True)}, {"w": torch.ones(2)}
+    assert not merge.apply_vector(start, vector, coef=2.0)["w"].requires_grad
+
+    def loss(params, _):
+        return merge.apply_vector(params, vector, coef=2.0)["w"].square().sum(), {}
+
+    for engine in "func", "autograd":
+        _, grads = value_and_grad(loss, engine=engine)(start, None)
+        assert grads["w"].tolist() == [6.0, 6.0]
+    with pytest.raises(ValueError, match="out is written to, which has no derivative and no batches: leave it out"):
+        merge.apply_vector(start, vector, coef=torch.tensor(2.0, requires_grad=True), out=start)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_vmap_over_coefficients_and_vectors_is_a_loop(dtype):
+    base, vectors = {"w": torch.tensor([1.0, 2.0]).bfloat16()}, torch.tensor([[0.3, 0.7], [0.1, -0.4]])
+    coefs = torch.tensor([0.25, 0.6], dtype=dtype)
+    batched = torch.func.vmap(lambda v, c: merge.apply_vector(base, {"w": v}, coef=c)["w"])(vectors, coefs)
+    one_by_one = [merge.apply_vector(base, {"w": v}, coef=c)["w"] for v, c in zip(vectors, coefs, strict=True)]
+    assert torch.equal(batched, torch.stack(one_by_one))
+
+
+def test_a_gradient_that_a_merge_would_lose_is_an_error():
+    base, expert = tree(1.0, 2.0), tree(3.0, 1.0)
+    for name in set(CALLS) - {"wa"}:
+        with pytest.raises(ValueError, match=r"coef requires grad, and merging has no derivative: detach it"):
+            CALLS[name](base, [expert], torch.tensor(0.5, requires_grad=True))
+        with torch.no_grad():
+            CALLS[name](base, [expert], torch.tensor(0.5, requires_grad=True))
+
+    for name, call in CALLS.items():
+        loss = value_and_grad(lambda params, call: call(base, [params], 0.5)["w"].sum(), engine="autograd")
+        with pytest.raises(
+            ValueError, match=r"'w' of expert '\d' requires grad inside a loss, and merging has no deri"
+        ):
+            loss(expert, call)
+        own = {"w": expert["w"].clone().requires_grad_()}
+        assert torch.equal(call(base, [own], 0.5)["w"], call(base, [expert], 0.5)["w"]), name
+        detached = value_and_grad(
+            lambda params, call: ((params["w"] * call(base, [tree_map(Tensor.detach, params)], 0.5)["w"]).sum(), None),
+            engine="autograd",
+        )
+        assert torch.equal(detached(expert, call)[1]["w"], call(base, [expert], 0.5)["w"])
+
+
 CALLS = {
     "ties": lambda base, experts, coef: merge.ties(base, experts, coef=coef, keep=0.5),
     "dare": lambda base, experts, coef: merge.dare(KEY, base, experts, coef=coef, drop_prob=0.5),
     "ta": lambda base, experts, coef: merge.task_arithmetic(base, experts, coef=coef),
-    "apply": lambda base, experts, coef: merge.apply_vector(base, experts[0], coef=coef),
     "wa": lambda base, experts, coef: merge.weight_average([base, *experts]),
 }
 
@@ -71,7 +149,7 @@ def test_a_derivative_of_a_merge_is_an_error_and_not_zero(name, of, way):
 
     x = coef if of == "coef" else torch.tensor([0.5, 2.0])
     forward = partial(torch.func.jvp, merged, (x,), (torch.ones_like(x),))
-    with pytest.raises(ValueError, match=r"is differentiated by torch\.func, and merging has no derivative: merge out"):
+    with pytest.raises(ValueError, match=r"is differentiated by torch\.func, and merging has no derivative: detach it"):
         (partial(torch.func.grad(merged), x) if way == "grad" else forward)()
 
 
@@ -79,7 +157,7 @@ def test_a_derivative_of_a_merge_is_an_error_and_not_zero(name, of, way):
 def test_a_merger_inside_vmap_is_an_error_with_a_way_out(name):
     base, experts = tree(1.0, 2.0), torch.tensor([[0.5, 2.0], [1.5, 3.0]])
     with pytest.raises(
-        ValueError, match=r"'w' of (expert '0'|vector) is batched by torch\.func\.vmap, and .* call it in a loop"
+        ValueError, match=r"'w' of expert '0' is batched by torch\.func\.vmap, and .* call it in a loop"
     ):
         torch.func.vmap(lambda x: CALLS[name](base, [{"w": x}], 0.5)["w"])(experts)
 

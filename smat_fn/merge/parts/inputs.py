@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from ... import errors, tree
 from ...errors import problems_of
-from ...execution import batched, layers, tracked
+from ...execution import batched, layers, recorded, recorded_in_loss, tracked, unread
 from ...tree import dtype_name
 from ...types import Params
 
@@ -20,21 +20,29 @@ Leaves: TypeAlias = dict[str, Tensor]
 _LARGEST = torch.finfo(torch.float32).max
 
 
-def coef_problems(coef: float, name: str = "coef") -> list[str]:
-    """Validation errors for ``coef``, an argument of that name."""
+def coef_problems(coef: float, name: str = "coef", *, derivative: bool = False) -> list[str]:
+    """Validation errors for ``coef``, an argument of that name.
+
+    Args: derivative: the caller has one, and takes batches of torch.func.vmap.
+    """
     if isinstance(coef, Tensor) and coef.ndim:
         return [f"{name} is {coef!r}, must be a number"]
+    if derivative and isinstance(coef, Tensor):
+        if unread(coef):
+            return []
+        coef = coef.detach()
     if found := type_problems(**{name: coef}):
         return found
     return [] if math.isfinite(coef) else [f"{name} is {coef}, must be finite"]
 
 
 def type_problems(**values: object) -> list[str]:
-    """Errors for options that are not numbers or exceed float32, and for tensors that torch.func differentiates."""
+    """Errors for options that are not numbers or exceed float32, and for tensors that are differentiated."""
     problems = []
     for name, value in values.items():
         if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-            problems += derivative_problems("the call", {name: value}) + batch_problems({"the call": {name: value}})
+            found = derivative_problems("the call", {name: value}) + batch_problems({"the call": {name: value}})
+            problems += found or ([f"{name} requires grad, {_NO_DERIVATIVE}"] if recorded(value) else [])
         elif not isinstance(value, Real):
             problems.append(f"{name} is {value!r}, must be a number")
         elif _LARGEST < abs(float(value)) < math.inf:  # the error of torch would not name the option
@@ -47,16 +55,26 @@ def flag_problems(**flags: object) -> list[str]:
     return [f"{name} is {value!r}, must be True or False" for name, value in flags.items() if type(value) is not bool]
 
 
+_NO_DERIVATIVE = (
+    "and merging has no derivative: detach it, merge outside of what is differentiated, or write the merge with "
+    "smat_fn.merge.task_vector and apply_vector, which have one"
+)
+
+
 def derivative_problems(label: str, leaves: Mapping[str, Tensor]) -> list[str]:
-    """The error for a leaf that torch.func differentiates: it would be read without, and every derivative be 0."""
+    """The error for a leaf that is differentiated: it would be read without, and every derivative be 0."""
     for path, leaf in leaves.items():
-        dual = forward_ad.unpack_dual(leaf).tangent is not None
-        if dual or any(map(tracked, layers(leaf))):  # what is made inside is wrapped, but not tracked
-            return [
-                f"{path!r} of {label} is differentiated by torch.func, and merging has no derivative: merge outside of "
-                "it, or write the merge with smat_fn.merge.task_vector, which has one"
-            ]
+        if recorded_in_loss(leaf):
+            return [f"{path!r} of {label} requires grad inside a loss, {_NO_DERIVATIVE}"]
+        if differentiated(leaf):
+            return [f"{path!r} of {label} is differentiated by torch.func, {_NO_DERIVATIVE}"]
     return []
+
+
+def differentiated(leaf: Tensor) -> bool:
+    """Whether torch.func differentiates a tensor."""
+    dual = forward_ad.unpack_dual(leaf).tangent is not None
+    return dual or any(map(tracked, layers(leaf)))  # what is made inside is wrapped, but not tracked
 
 
 def batch_problems(trees: Mapping[str, Leaves]) -> list[str]:

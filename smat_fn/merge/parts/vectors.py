@@ -1,19 +1,21 @@
 """From weights to a task vector, and from a merged task vector to weights: θ − θ₀ and θ₀ + γ τ."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from ... import errors, tree
 from ...errors import problems_of
+from ...execution import batched, recorded, recorded_in_loss
 from ...types import Params
 from . import chunks
 from .chunks import delta_of
 from .inputs import (
-    batch_problems,
     check_variances,
     coef_problems,
     complex_problems,
-    derivative_problems,
+    differentiated,
     kind_problems,
     storage_problems,
 )
@@ -50,9 +52,12 @@ def task_vector(params: Params, base: Params) -> Params:
 def apply_vector(base: Params, vector: Params, *, coef: float, out: Params | None = None) -> Params:
     """θ₀ + γ τ, rounded once to the dtype of each leaf of base.
 
+    It has a derivative, in base, vector and coef, inside torch.func, and for autograd where vector or coef requires
+    grad; ``torch.func.vmap`` takes it too.
+
     Args:
         vector: a merged task vector τ, one entry for every floating-point leaf of base; flat, or nested as base is.
-        coef: γ, finite.
+        coef: γ, finite; a number or a 0-d tensor.
         out: a tree like base, written to instead of a new one: one pass over the weights, bit-identical.
 
     Returns:
@@ -64,29 +69,23 @@ def apply_vector(base: Params, vector: Params, *, coef: float, out: Params | Non
     leaves = tree.flatten(base)
     floating = {path: leaf for path, leaf in leaves.items() if leaf.is_floating_point()}
     errors.raise_problems([f"vector: {text}" for text in problems_of(tree.flatten, vector)])
-    vector, buffers = tree.flatten(vector), leaves.keys() - floating.keys()
-    problems = coef_problems(coef) + complex_problems("base", leaves) + complex_problems("vector", vector)
-    problems += [
-        f"vector has parameter {path!r}, which is not floating-point in base and stays as it is: leave it out"
-        for path in vector
-        if path in buffers
-    ]
-    vector = {path: leaf for path, leaf in vector.items() if path not in buffers}
-    problems += problems_of(lambda: tree.check_same(floating, "base", vector=vector))
-    problems += derivative_problems("base", leaves) + derivative_problems("vector", vector)
-    problems += batch_problems({"base": leaves, "vector": vector})
-    merged = {} if out is None else tree.flatten(out)
+    vector = tree.flatten(vector)
+    merged, written_out = {} if out is None else tree.flatten(out), _transformed(leaves, vector, coef)
+    problems = coef_problems(coef, derivative=True) + _vector_problems(leaves, vector)
     for label, own in {"base": leaves, "vector": vector, "out": merged}.items():
         problems += storage_problems(label, own)
     if out is not None:
-        problems += problems_of(lambda: tree.check_same(leaves, "base", out=merged))
-        problems += problems_of(lambda: tree.check_apart(merged))
-        problems += [
-            f"parameter {path!r} of out is {merged[path].dtype}, base's is {leaf.dtype}"
-            for path, leaf in leaves.items()
-            if path in merged and merged[path].dtype != leaf.dtype
-        ]
+        problems += _out_problems(leaves, merged)
+        problems += ["out is written to, which has no derivative and no batches: leave it out"] * written_out
     errors.raise_problems(problems)
+    if written_out:
+        return tree.unflatten(
+            base,
+            {
+                path: _scaled(vector[path], leaf, coef) if path in vector else leaf.clone()
+                for path, leaf in leaves.items()
+            },
+        )
     for path, leaf in leaves.items():
         if path not in merged:
             merged[path] = torch.empty_like(leaf, memory_format=CONTIGUOUS)
@@ -99,6 +98,44 @@ def apply_vector(base: Params, vector: Params, *, coef: float, out: Params | Non
         else:
             merged[path].copy_(leaf)
     return tree.unflatten(base, merged)
+
+
+def _vector_problems(leaves: Mapping[str, Tensor], vector: Mapping[str, Tensor]) -> list[str]:
+    """Errors for a vector that does not fit base, by its leaves."""
+    floating = {path: leaf for path, leaf in leaves.items() if leaf.is_floating_point()}
+    buffers = leaves.keys() - floating.keys()
+    problems = complex_problems("base", leaves) + complex_problems("vector", vector)
+    problems += [
+        f"vector has parameter {path!r}, which is not floating-point in base and stays as it is: leave it out"
+        for path in vector
+        if path in buffers
+    ]
+    own = {path: leaf for path, leaf in vector.items() if path not in buffers}
+    return problems + problems_of(lambda: tree.check_same(floating, "base", vector=own))
+
+
+def _out_problems(leaves: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> list[str]:
+    """Errors for an ``out`` that is not like base."""
+    problems = problems_of(lambda: tree.check_same(leaves, "base", out=out))
+    problems += problems_of(lambda: tree.check_apart(out))
+    return problems + [
+        f"parameter {path!r} of out is {out[path].dtype}, base's is {leaf.dtype}"
+        for path, leaf in leaves.items()
+        if path in out and out[path].dtype != leaf.dtype
+    ]
+
+
+def _transformed(base: Mapping[str, Tensor], vector: Mapping[str, Tensor], coef: float) -> bool:
+    """Whether the result is differentiated or batched, so that nothing may be written in place."""
+    moved = [*vector.values(), *([coef] if isinstance(coef, Tensor) else [])]
+    return any(batched(leaf) or differentiated(leaf) for leaf in [*base.values(), *moved]) or any(
+        [*map(recorded, moved), *map(recorded_in_loss, base.values())]
+    )
+
+
+def _scaled(vector: Tensor, leaf: Tensor, coef: float) -> Tensor:
+    dtype = tree.compute_dtype(vector, leaf)
+    return (vector.to(leaf.device, dtype) * coef + leaf.to(dtype)).to(leaf.dtype)
 
 
 def applied(base: Params, vector: Params, *, coef: float) -> Params:

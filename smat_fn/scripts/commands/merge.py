@@ -270,7 +270,8 @@ def main(args: Merge) -> None:
         own, tokens = args.inputs, args.output.tokenizer_from
         heads = "keep" if merge is in_memory and has_heads(preset.suite) else own.heads
         rows = rows_of(base, experts, vocabulary=own.vocabulary, heads=heads, tokenizer_from=tokens, method="experts")
-    if note := sigma_note(manifests):
+    unnamed = args.choice.preset is None and not any(own.get("preset") for own in manifests.values())
+    for note in filter(None, [sigma_note(manifests), assumed_note(args, preset) if unnamed else ""]):
         print(printable(f"note: {note}"), flush=True)
     for line in merge(args, preset, configs, base, experts):
         print(printable(line), flush=True)
@@ -333,13 +334,27 @@ def _check_grid(choice: Choices, configs: Sequence[MergerConfig], merger: Any) -
 
 def mergers(args: Merge, preset: Preset) -> list[MergerConfig]:
     """The chosen mergers with the settings of the preset, in the definition that --semantics names."""
+    return [resolve(config, preset.mergers) for config in _chosen(args)]
+
+
+def _chosen(args: Merge) -> list[MergerConfig]:
     chosen: list[MergerConfig] = []
     if isinstance(args.merger, All):
         given: dict[str, Any] = {"coef": args.merger.coef}
         chosen += [merger(**(given if hasattr(merger, "coef") else {})) for merger in MERGERS]
     else:
         chosen.append(args.merger)
-    return [resolve(with_semantics(config, args.choice.semantics), preset.mergers) for config in chosen]
+    return [with_semantics(config, args.choice.semantics) for config in chosen]
+
+
+def assumed_note(args: Merge, preset: Preset) -> str:
+    """A note on omitted settings of digits, the preset where none is named; empty where `lm` has the same."""
+    said = []
+    for config in _chosen(args):
+        own, other = (vars(resolve(config, given.mergers)) for given in (preset, preset_of("lm")))
+        unlike = {name: value for name, value in own.items() if value != other[name]}
+        said += [f"{name} of {config.name} is {value:g} (lm: {other[name]:g})" for name, value in unlike.items()]
+    return f"no expert names a preset, so settings are of digits: {', '.join(said)}" if said else ""
 
 
 def in_memory(
