@@ -102,7 +102,8 @@ def merge_folders(
         key: int64 (2,), for random masks.
         out_dtype: of the floating-point leaves, "same" as base's.
         shard_size: bytes of tensor data in one file; a base in a single file gives a single file.
-        chunk: coordinates in memory at a time, all experts together; it changes no bit. None: 2**19, on a GPU 2**25.
+        chunk: coordinates in memory at a time, all experts together; it changes no bit. None: 2**19, on a GPU 2**27 or
+            as many as half of its free memory holds.
         workers: threads that share the chunk; give torch one thread (``torch.set_num_threads``) for each.
         overwrite: replace ``out``, of which only files that its manifest names are ever deleted; a symbolic link
             stays, and what it points to is replaced.

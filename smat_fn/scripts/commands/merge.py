@@ -170,7 +170,7 @@ class Machine:
 
     threads: int = 1
     """CPU threads; without --search they share --memory-mib."""
-    memory_mib: Annotated[int | None, arg(help_behavior_hint="(default: 72, or 2592 of a GPU)")] = None
+    memory_mib: Annotated[int | None, arg(help_behavior_hint="(default: 72, or up to 10272 of a GPU)")] = None
     """Working memory of a merge without --search, in MiB, besides mapped files (with --device cuda: GPU memory);
     --dry-run prints the need."""
     device: Literal["cpu", "cuda"] = "cpu"
