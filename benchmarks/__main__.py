@@ -31,7 +31,7 @@ BENCHMARKS = {
     "families": "families of transformers, tiny: trained, merged, published, adapters; docs/families.md (a minute)",
     "fuzz": "malformed folders and flags for merge.py: a line each, never a traceback (300 cases, about a minute)",
     "mutants": "small faults put into the library, each of which a test of its folder must find (an hour on one core)",
-    "readme": "tables of README.md from the stored results (runs nothing)",
+    "readme": "tables of the pages from stored results and options (runs nothing)",
     "gpu": "all that needs a CUDA device, a short table last (under 8 minutes; --dry-run needs none)",
 }
 

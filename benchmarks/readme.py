@@ -1,4 +1,4 @@
-"""Tables of the pages from the stored results, between their marks: ``python -m benchmarks readme``."""
+"""Tables of the pages, between their marks, from stored results and options: ``python -m benchmarks readme``."""
 
 import json
 import re
@@ -10,6 +10,8 @@ from typing import Any, TypeAlias
 from smat_fn.checkpoint import write_text
 from smat_fn.evaluate.statistics import paired
 
+from . import options
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
 DATA, MEANS = "digits_data_mergers", ("Avg", "All", "Drop")
@@ -19,7 +21,9 @@ Scores: TypeAlias = dict[str, dict[str, list[float]]]  # by method and column, o
 
 
 def main() -> None:
-    """Write every table whose results stand."""
+    """Write every table of options, and every one whose results stand."""
+    for name, (page, own) in options.PAGES.items():
+        fill(ROOT / page, name, options.table(own))
     for name, (page, text) in TABLES.items():
         file = RESULTS / f"{SOURCES.get(name, name)}.json"
         if file.exists():

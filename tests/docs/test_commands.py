@@ -8,15 +8,18 @@ import runpy
 import shlex
 import subprocess
 import tomllib
+from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
 
 import pytest
 from tyro import _arguments
 
+from benchmarks import options, readme
 from smat_fn.config import MERGERS, METHODS, MORE_MERGERS, MORE_METHODS, PRESETS
 from smat_fn.scripts import cli, entry
 from smat_fn.scripts.commands.merge import All
+from smat_fn.scripts.merge.settings import AdaMerging, OfRun, RegMeanPlus
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACES = [
@@ -180,3 +183,46 @@ def test_every_make_target_and_extra_that_is_named_exists():
     extras = {name for text in texts for m in INSTALL.finditer(text) for name in m["extras"].split(",")}
     assert "eval" in extras
     assert extras <= project["optional-dependencies"].keys()
+
+
+@pytest.mark.parametrize("name", options.PAGES)
+def test_a_table_of_options_is_that_of_the_dataclass(name):
+    """`python -m benchmarks readme` writes it."""
+    place, own = options.PAGES[name]
+    page = (ROOT / place).read_text(encoding="utf-8")
+    assert readme.between(page, name, options.table(own)) == page
+
+
+ELSEWHERE = {"coef", "task", "weights", "densities", "windows", "largest", "rescale", "aggregate", "others", "skip"}
+
+
+def test_the_table_of_mergers_has_their_options_and_defaults():
+    """All but those that the sentence above it names; where a default depends on the preset, presets set it."""
+    text = (ROOT / "docs/merging.md").read_text(encoding="utf-8").partition("## Options of single mergers\n")[2]
+    listed, mergers = {}, ()
+    for line in text.partition("\n## ")[0].splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("|") and cells[1].startswith("`"):
+            mergers = re.findall(r"`(\w+)`", cells[0]) or mergers
+            for name in re.findall(r"`--([\w-]+)`", cells[1].partition("(")[0]):
+                listed |= {(merger, name): cells[3] for merger in mergers}
+    known = {}
+    for config in (*MERGERS, *MORE_MERGERS, AdaMerging, RegMeanPlus):
+        shared = ELSEWHERE | ({field.name for field in fields(OfRun)} if issubclass(config, OfRun) else set())
+        for field in fields(config):
+            if field.name not in shared:
+                word = field.name.replace("_", "-")
+                name = {AdaMerging: "adamerging", RegMeanPlus: "reg_mean_plus"}.get(config) or config.name
+                known[name, f"no-{word}" if field.default is True else word] = field.default
+    assert listed.keys() == known.keys()
+    words = {True: "off", False: "off", MISSING: "required"}
+    for (merger, name), default in known.items():
+        found = listed[merger, name]
+        if default is None:
+            assert f"the preset's: {getattr(PRESETS['digits'].mergers[merger], name.replace('-', '_'))}" in found
+        elif isinstance(default, bool) or default is MISSING:
+            assert words[default] in found
+        elif isinstance(default, str):
+            assert found == default
+        else:
+            assert float(found) == default
