@@ -30,7 +30,7 @@ from .files import Hashing, check_unchanged, identity
 from .inputs.diffusion import copied_metadata
 from .inputs.reading import TASKS, Folder, Read, Store, indexed
 from .prepare import SHARD_SIZE, Options, place_problems, prepare
-from .run import Describe, Plan, Report, planned, write_job
+from .run import Describe, Plan, Report, planned, read_by, write_job
 from .streaming.chunks import Job, compute_dtype, finite, in_order, refuse_values, vectors_of
 from .streaming.estimate import memory_bound, memory_problems
 from .streaming.survey import Survey
@@ -161,8 +161,7 @@ def merge_several(
     """
     out = checkpoint.follow(out)
     job, shards = prepare_several(config, base, experts, out, **options)
-    overwrite, rows = options.get("overwrite", False), options.get("vocabulary")
-    more = f"several {rows}"
+    overwrite, more = options.get("overwrite", False), f"several {read_by(base, experts, options)}"
     return write_job(job, shards, out, describe=describe, hashing=hashing, overwrite=overwrite, more=more, write=_write)
 
 
@@ -308,8 +307,8 @@ def export_task(
     view = found.model(task, job.base)
     seen = {file: identity(file) for file in view.stores}
     job = job._replace(experts={task: view}, seen={**job.seen, **seen})
-    overwrite = options.get("overwrite", False)
-    return write_job(job, shards, out, describe=describe, overwrite=overwrite, more=f"task {task}")
+    overwrite, read = options.get("overwrite", False), read_by(base, {}, options)
+    return write_job(job, shards, out, describe=describe, overwrite=overwrite, more=f"task {task} {read}")
 
 
 def task_params(model: Path, task: str, base: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from .. import __version__, checkpoint, errors
 from ..checkpoint import write_text
 from ..merge.parts.merger import Merger
 from .files import Changed, Hashing, check_unchanged, sampled
+from .inputs.stacks import layers_read
 from .prepare import Options, prepare
 from .run import Describe, Report, completed, cuttable, kept_if_full, merge_shards, moved, room_problems
 from .streaming.chunks import Job, written
@@ -95,7 +96,8 @@ def merge_part(
     job, shards = prepare(config, base, experts, out, **options)
     errors.raise_problems([*memory_problems(job), *_count_problems(part, shards)])
     mine = shares(job, shards, part.total)[part.number - 1]
-    decided = _facts(job, shards, options.get("vocabulary"), described=describe is not None) | dict(facts or {})
+    decided = _facts(job, shards, options, described=describe is not None)
+    decided |= {"layers of stacks": [layers_read(Path(path)) for path in (base, *experts.values())], **(facts or {})}
     decided = json.loads(json.dumps(decided))  # as it is read again
     folder, files = work_folder(out), list(job.seen)[part.number - 1 :: part.total]
     with Hashing(job.workers) as hashing, kept_if_full(folder, cuttable(job, shards)), ExitStack() as running:
@@ -238,7 +240,7 @@ def _count_problems(part: Part, shards: Sequence[Shard]) -> list[str]:
     ]
 
 
-def _facts(job: Job, shards: Sequence[Shard], vocabulary: str | None, *, described: bool) -> dict[str, object]:
+def _facts(job: Job, shards: Sequence[Shard], options: Mapping[str, Any], *, described: bool) -> dict[str, object]:
     """All that decides the output's bytes, by name; no times and no places."""
     facts: dict[str, object] = {
         "version of smat_fn": __version__,
@@ -248,7 +250,7 @@ def _facts(job: Job, shards: Sequence[Shard], vocabulary: str | None, *, describ
         "coef": _digest(job.coefs),
         "key": None if job.key is None else job.key.tolist(),
         "device": job.device.type,
-        "vocabulary": vocabulary,
+        **{name: options.get(name) for name in ("vocabulary", "token_rows", "tokens")},
         "into": written(job).label,
         "describe": described,
         "order of the experts": list(job.experts),

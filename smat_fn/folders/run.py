@@ -18,6 +18,7 @@ from ..merge.parts.inputs import check_variances
 from ..merge.parts.masked import of_all_tasks
 from ..merge.parts.merger import Merger, Rule
 from .files import Changed, Hashing, check_unchanged, followed, sampled, size_text
+from .inputs.stacks import layers_read
 from .prepare import Options, prepare
 from .streaming.chunks import Job, Written, in_order, rule_of, write_order, written
 from .streaming.estimate import memory_bound, memory_problems, seconds_of
@@ -134,8 +135,14 @@ def merge_folders(
     """
     out = checkpoint.follow(Path(out))
     job, shards = prepare(config, base, experts, out, **options)
-    overwrite, rows = options.get("overwrite", False), options.get("vocabulary")
-    return write_job(job, shards, out, describe=describe, hashing=hashing, overwrite=overwrite, more=rows)
+    overwrite, more = options.get("overwrite", False), read_by(base, experts, options)
+    return write_job(job, shards, out, describe=describe, hashing=hashing, overwrite=overwrite, more=more)
+
+
+def read_by(base: Path, experts: Mapping[str, Path], options: Mapping[str, Any]) -> str:
+    """How inputs are read, beside what their files say: the layers of stacks, and which row is of which token."""
+    rows = {name: options.get(name) for name in ("vocabulary", "tokenizer_from", "token_rows", "tokens")}
+    return json.dumps([rows, [layers_read(Path(path)) for path in (base, *experts.values())]], default=str)
 
 
 def write_job(

@@ -141,6 +141,23 @@ def test_an_adapter_that_is_extracted_already_is_kept(call, model, tmp_path):
     assert call(*again)[0].startswith("kept: ")
 
 
+def test_an_adapter_of_other_layers_is_extracted_again(call, tmp_path):
+    for seed, name in enumerate(("base", "other")):
+        (tmp_path / name).mkdir()
+        torch.manual_seed(seed)
+        leaves = {f"model.layers.{i}.q.weight": torch.randn(6, 4) for i in range(3)}
+        save_file(leaves, tmp_path / name / "model.safetensors", {"format": "pt"})
+    base, other = tmp_path / "base", tmp_path / "other"
+
+    def extract(first):
+        expert = f"{base}[0:{first}]+{other}[{first}:3]"
+        return call("extract-lora", "--base", base, "--expert", expert, "--rank", 2, "--out", tmp_path / "lora")
+
+    assert extract(1)[1] is None
+    assert extract(1)[0].startswith("kept: ")
+    assert "lora exists: choose another folder or pass --overwrite" in extract(2)[1]
+
+
 def test_errors_of_an_extraction_are_listed_at_once_as_options(call, model, tmp_path):
     (base, _), (expert, _) = model("base", 0), model("expert", 1)
     words = "--base", base / "model.safetensors", "--expert", expert, "--out", tmp_path / "lora"

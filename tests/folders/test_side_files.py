@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from smat_fn.config import ModelStock, TaskArithmetic, WeightAverage
-from smat_fn.folders import merge_folders, open_folder, plan, read_inputs
+from smat_fn.folders import Part, merge_folders, merge_part, open_folder, plan, read_inputs, run
+from smat_fn.folders import parts as parts_of_merge
 from smat_fn.folders.inputs.side_files import TOKENIZER, template_of
 from smat_fn.folders.inputs.stacks import parts_of, stack_of, stacked
 
@@ -527,3 +528,62 @@ def test_the_configuration_names_the_dtype_of_the_weights(models, tmp_path):
         merge_folders(TA, models / "BASE", {"A": models / "A"}, out, out_dtype="bfloat16")
         config = json.loads((out / "config.json").read_text())
         assert {name: config[name] for name in config if "dtype" in name} == dict.fromkeys(named, "bfloat16")
+
+
+@pytest.mark.parametrize("parts", [False, True], ids=["whole", "parts"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"stack": ("A", 0, 2, "B", 2, 4)}, {"stack": ("A", 0, 2, "B", 0, 2)}),
+        ({"stack": ("A", 0, 1, "B", 1, 2, "A", 2, 4)}, {"stack": ("A", 0, 1, "B", 1, 2, "B", 2, 4)}),
+        ({"tokenizer_from": "base"}, {"tokenizer_from": "base", "token_rows": "mean"}),
+        ({"tokens": {"t3": {"zero": True, "force": True}}}, {"tokens": {"t3": {"model": "x", "force": True}}}),
+    ],
+    ids=["layers", "models", "mean", "tokens"],
+)
+def test_a_merge_of_other_layers_or_rows_does_not_resume_an_unfinished_one(
+    before, after, parts, models, tmp_path, monkeypatch
+):
+    def merge(out, *, stack=("A", 0, 4), **options):
+        triples = zip(stack[::3], stack[1::3], stack[2::3], strict=True)
+        expert = Path("+".join(f"{models / name}[{start}:{stop}]" for name, start, stop in triples))
+        options |= {"tokenizer_from": "base"} if "tokens" in options else {}
+        inputs = TA, models / "BASE", {"x": expert, "other": models / "B_OTHER_VOCABULARY"}, tmp_path / out
+        options |= {"vocabulary": "base-rows"} if "tokenizer_from" not in options else {}
+        return merge_part(*inputs, Part(1, 1), **options) if parts else merge_folders(*inputs, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(parts_of_merge if parts else run, "take_place", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            merge("out", **before)
+    merge("whole", **after)
+    if parts:
+        with pytest.raises(ValueError, match=r"part 1/1 differs from part 1/1 in (layers of stacks|token_rows|tokens)"):
+            merge("out", **after)
+        merge("out", **before)
+        return
+    merge("out", **after)
+    made, whole = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "whole"))
+    assert all(torch.equal(leaf, whole[path]) for path, leaf in made.items())
+
+
+def test_a_merge_by_token_begins_again_where_an_expert_has_another_tokenizer(models, tmp_path, monkeypatch):
+    def merge(out):
+        experts = {"A": models / "A", "other": models / "B_OTHER_VOCABULARY"}
+        return merge_folders(TA, models / "BASE", experts, tmp_path / out, tokenizer_from="base")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "take_place", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            merge("out")
+    file = models / "B_OTHER_VOCABULARY/tokenizer.json"
+    facts = json.loads(file.read_text())
+    first, second, *_ = facts["model"]["vocab"]
+    vocab = facts["model"]["vocab"]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    facts["added_tokens"] = [own | {"id": vocab.get(own["content"], own["id"])} for own in facts["added_tokens"]]
+    file.write_text(json.dumps(facts))
+    assert file in merge("whole").inputs["expert 'other'"]
+    merge("out")
+    made, whole = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "whole"))
+    assert all(torch.equal(leaf, whole[path]) for path, leaf in made.items())

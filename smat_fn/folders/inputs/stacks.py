@@ -59,6 +59,13 @@ def folders_of(path: Path) -> list[Path]:
     return list(dict.fromkeys(folder for model in models for folder in adapted_by(model) or [model]))
 
 
+def layers_read(path: Path) -> list[list[int]]:
+    """The layers that a stack reads: of each part the place of its folder among them, start, stop, absent."""
+    parts = parts_of(path)
+    places = list(dict.fromkeys(part.path for part in parts))
+    return [[places.index(part.path), part.start, part.stop, int(part.absent)] for part in parts]
+
+
 def layer_of(path: str) -> tuple[str, int, str] | None:
     """Name before, number and name after it of a layer's leaf: the first number in its name."""
     found = _LAYER.fullmatch(path)

@@ -60,7 +60,7 @@ def aligned(
     Raises: ValueError that lists the models without a tokenizer that transformers reads, an expert without one as the
         source, a union with tokens of base beyond its rows, and those of ``tokens`` without a row.
     """
-    models = {"base": base, **experts}
+    models = {name: _with_tokenizer(folder) for name, folder in {"base": base, **experts}.items()}
     problems, found = list[str](), dict[str, Any]()
     for name, folder in models.items():
         with errors.collected(problems, folder.label):
@@ -81,7 +81,8 @@ def aligned(
     padded = -(-(1 + max(wanted.values())) // pad) * pad
     alike = all(table == wanted for table in words.values()) and not tokens and len(set(rows.values())) == 1
     if alike and (pad == 1 or padded == rows["base"]):  # padding rows are merged as they are
-        return Aligned(base, dict(experts), files, {}, _notes(words, known, wanted, set()))
+        start = models.pop("base")
+        return Aligned(start, models, files, {}, _notes(words, known, wanted, set()))
     taking = [name for name in models if name != "base" or based]
     anchor = "base" if based else next((name for name in experts if models[name].root == base.root), None)
     anchor = None if mean else anchor
@@ -248,6 +249,11 @@ def _padded(read: Read, size: int, width: int) -> Read:
         return torch.cat([own, mean()[torch.arange(max(start, end), stop) % width].to(own.dtype)])
 
     return padded
+
+
+def _with_tokenizer(folder: Folder) -> Folder:
+    """A model with the files of its tokenizer among those that are read: they say which row is of which token."""
+    return folder._replace(stores={**folder.stores, **dict.fromkeys(files_of(folder.root, TOKENIZER).values())})
 
 
 def _tokenizer(root: Path) -> Any:

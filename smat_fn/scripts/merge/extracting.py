@@ -11,7 +11,8 @@ from ...folders import Extracted, extract_lora
 from ...folders.extraction import files_read
 from ...folders.files import Hashing
 from ...folders.inputs.opening import open_input
-from ..recipes.places import sources_text
+from ...folders.inputs.stacks import parts_of
+from ..recipes.places import placed_by_name, sources_text
 from .adapters import base_of
 from .finished import hashes, other_facts, other_reads, verify
 from .inputs import manifest_of
@@ -26,9 +27,10 @@ def extract(args: ExtractLora) -> Extracted | None:
     Raises: ValueError as the library's function, with the way out for an expert of train.py.
     """
     settings = {name: getattr(args, name) for name in SETTINGS}
-    if not args.overwrite and _is_finished(args, settings):
+    stack = {"stack": placed_by_name(args.expert) if parts_of(args.expert) else None}
+    if not args.overwrite and _is_finished(args, settings | stack):
         return None
-    texts = partial(_texts, args.threads)
+    texts = partial(_texts, args.threads, stack)
     try:
         return extract_lora(args.base, args.expert, args.out, **settings, overwrite=args.overwrite, texts=texts)
     except ValueError as error:
@@ -55,10 +57,12 @@ def _is_finished(args: ExtractLora, settings: Mapping[str, Any]) -> bool:
         return False
 
 
-def _texts(threads: int, manifest: Mapping[str, Any], inputs: Mapping[str, Sequence[Path]]) -> dict[str, str]:
+def _texts(
+    threads: int, stack: Mapping[str, Any], manifest: Mapping[str, Any], inputs: Mapping[str, Sequence[Path]]
+) -> dict[str, str]:
     with Hashing(threads) as hashing:
         found = hashing.digests(file for files in inputs.values() for file in files)
-    manifest = {**manifest, "inputs": hashes([], inputs, found)["inputs"]}
+    manifest = {**manifest, **stack, "inputs": hashes([], inputs, found)["inputs"]}
     return {
         checkpoint.MANIFEST: json.dumps(manifest, indent=2) + "\n",
         checkpoint.SOURCES: sources_text(inputs, {}),

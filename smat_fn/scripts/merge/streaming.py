@@ -31,6 +31,7 @@ from ...folders import (
 from ...folders.files import UNITS, Hashing, size_text
 from ...folders.inputs.adapters import is_adapter
 from ...folders.inputs.opening import open_input
+from ...folders.inputs.side_files import TOKENIZER
 from ...folders.inputs.stacks import parts_of
 from ...folders.multi_task import is_several, merge_several, open_several, plan_several, prepare_several
 from ...folders.streaming.chunks import Job
@@ -270,7 +271,7 @@ def _prepared(config: MergerConfig, order: Order, options: Options) -> tuple[Job
 
 def _other_merge(config: MergerConfig, order: Order, folder: Path, hashing: Hashing) -> list[str]:
     """Reasons why ``folder`` does not hold this very merge; none if it does."""
-    if found := differences(folder, {"merge_seed": order.seed, **_settings(config, order)}):
+    if found := differences(folder, {"merge_seed": order.seed, **_settings(config, order), **_stacks(order)}):
         return found
     try:
         job, _ = _prepared(config, order, _options(config, order) | {"overwrite": True})
@@ -321,7 +322,7 @@ def _texts(
         {},
         **facts,
         **_settings(config, order),
-        **_stacks(order),
+        **{name: value for name, value in _stacks(order).items() if value},
         base_fingerprint=origin,
         **({"scales": open_several(files[0].parent).scales} if of_all_tasks(config) else {}),
         dev={},
@@ -339,7 +340,8 @@ def expert_prints(experts: Mapping[str, str | None], hashed: Mapping[str, Any]) 
     """Fingerprints of experts: of those that other tools made, the hash of the hashes of their files of weights."""
 
     def print_of(files: Mapping[str, str]) -> str:
-        weights = {file: own for file, own in files.items() if Path(file).name not in checkpoint.STATISTICS.values()}
+        others = *checkpoint.STATISTICS.values(), *TOKENIZER
+        weights = {file: own for file, own in files.items() if not any(map(Path(file).match, others))}
         return hashlib.sha256(json.dumps(weights, sort_keys=True).encode()).hexdigest()
 
     return {name: known or print_of(hashed["inputs"][f"expert {name!r}"]) for name, known in experts.items()}
@@ -373,9 +375,9 @@ def _whose(order: Order) -> dict[str, list[Path]]:
 
 
 def _stacks(order: Order) -> dict[str, Any]:
-    """The parts of stacked models, by name."""
-    found = {name: str(placed_by_name(path)) for name, path in order.experts.items() if parts_of(path)}
-    return {"stacks": found} if found else {}
+    """The parts of stacked models, by name, and those of base; None where there are none."""
+    found = {name: placed_by_name(path) for name, path in order.experts.items() if parts_of(path)}
+    return {"stacks": found or None, "base_stack": placed_by_name(order.base) if parts_of(order.base) else None}
 
 
 def _recipe(config: MergerConfig, order: Order) -> str:

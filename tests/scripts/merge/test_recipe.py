@@ -929,6 +929,35 @@ def test_base_model_gives_the_tokenizer_of_layers_without_one(models, tmp_path):
         assert (tmp_path / "again" / made.name / file).read_bytes() == (made / file).read_bytes()
 
 
+def test_a_finished_merge_is_kept_for_the_same_layers_and_tokenizers_alone(models, tmp_path):
+    places = {name: shutil.copytree(models / name, tmp_path / name) for name in ("BASE", "A", "B_OTHER_VOCABULARY")}
+
+    def merge(base, expert, out="out", **options):
+        order = streaming.order(Path(base), {"x": Path(expert)}, out=tmp_path / out, seed=0, **options)
+        ((_, report),) = streaming.stream_run([TaskArithmetic(coef=0.5)], order)
+        return report
+
+    a, b = places["BASE"], places["A"]
+    first = f"{a}[0:2]+{b}[2:4]"
+    merge(a, first)
+    assert merge(a, first) is None
+    for base, expert, told in (
+        (a, f"{a}[0:3]+{b}[3:4]", "its stacks.x is BASE[0:2]+A[2:4], this merge's would be BASE[0:3]+A[3:4]"),
+        (f"{a}[0:1]+{b}[1:4]", first, "its base_stack is None, this merge's would be BASE[0:1]+A[1:4]"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(told)):
+            merge(base, expert)
+    other = places["B_OTHER_VOCABULARY"]
+    merge(a, other, "rows", tokenizer_from="base")
+    assert merge(a, other, "rows", tokenizer_from="base") is None
+    facts = json.loads((other / "tokenizer.json").read_text())
+    (other / "tokenizer.json").write_text(
+        json.dumps(facts, indent=1)
+    )  # other bytes say the same: it is compared by its hash
+    with pytest.raises(ValueError, match="it was made of another expert 'x'"):
+        merge(a, other, "rows", tokenizer_from="base")
+
+
 @pytest.mark.slow
 def test_stacks_and_tokenizers_on_the_command_line(models, golden, tmp_path):
     def run(*words):
