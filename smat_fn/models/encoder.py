@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..progress import bar
 from ..types import Batch, Where
 from ..where import block_linear
-from .modules import FullLoss, blocks, check_choice, check_layers, sent, train_only
+from .modules import FullLoss, blocks, check_choice, check_layers, frozen, sent, train_only
 from .packing import pooled, texts
 from .pretrained import facts_of, fetch, floating, vocabulary_of
 from .top import CLOSE, FAILURES, Passed, input_of
@@ -36,7 +36,7 @@ class Encoder(NamedTuple):
     features: Callable[[Sequence[Tensor]], Tensor]  # ids -> float32 (n, D) of the whole pretrained model, on the CPU
     # (ids, progress=None) -> input of the first trained layer, one text after another, float32 (S, H) on the CPU
     states: Callable[..., Tensor] | None
-    frozen: dict[str, Tensor]  # all weights of the pretrained model: features and states depend on them
+    frozen: dict[str, Tensor]  # all weights and buffers of the pretrained model: features and states depend on them
     config: dict[str, Any]  # of the pretrained model, JSON values
     loss_fn: Callable[[Tensor, Tensor], FullLoss]  # (weight (C, D), bias (C,)) of a head -> loss of `Texts`
     positions: int | None  # tokens of a text, at most; None: any number
@@ -87,7 +87,7 @@ def load(
             partial(_ids, tokenizer, vocabulary),
             lambda texts: _features(model, texts, pad, normalize),
             states,
-            {name: p.detach() for name, p in model.named_parameters()},
+            frozen(model),
             model.config.to_dict(),
             lambda weight, bias: FullLoss(trained, classify(weight, bias, normalize=normalize, pad=pad)),
             _positions(model),

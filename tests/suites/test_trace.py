@@ -744,6 +744,16 @@ def test_some_parameters_alone_are_trained_and_scores_depend_on_the_frozen_ones(
     assert load(train_layers=1).base.keys() == {name for name in suite.base if ".layers." in name}
 
 
+def test_scores_depend_on_buffers_that_a_checkpoint_stores(load):
+    def content(value, **options):
+        own = load()
+        own.loss_fn("FOMC").module.register_buffer("bias", torch.full((2,), value), **options)
+        return own.content("FOMC", "dev")
+
+    assert content(0.0) != content(1.0)
+    assert content(0.0, persistent=False) == content(1.0, persistent=False)  # what is computed from the configuration
+
+
 @pytest.fixture(scope="module")
 def deep(folders):
     """A model of two layers."""
