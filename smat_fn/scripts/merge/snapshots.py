@@ -10,7 +10,7 @@ from ...checkpoint import SNAPSHOTS
 from .choosing import Merged, Tried, total
 from .inputs import Inputs, load_inputs
 
-SAME = "method", "hyperparameters", "training", "seed", "suite", "base_fingerprint", "keep_snapshots"
+SAME = "task", "method", "hyperparameters", "training", "seed", "suite", "base_fingerprint", "keep_snapshots"
 
 
 class Chosen(NamedTuple):

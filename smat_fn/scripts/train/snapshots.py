@@ -37,6 +37,7 @@ class Snapshot(NamedTuple):
     settings: dict[str, Any]  # of the run, as in an expert's manifest
     progress: dict[str, Any]  # of the log
     code: str | None = None  # that wrote it, of `smat_fn.machine.code`
+    task: str | None = None  # None: of earlier code, which did not say
 
 
 class Interrupted(Exception):
@@ -121,8 +122,11 @@ def read(path: Path) -> Snapshot | None:
     if not path.exists():
         return None
     with _opened(path) as store:
-        facts = json.loads(store.metadata()["facts"])
-    return Snapshot(facts["step"], facts["settings"], facts["progress"], facts.get("code"))
+        facts = json.loads((store.metadata() or {})["facts"])
+    kinds = {"step": int, "settings": dict, "progress": dict}
+    if not isinstance(facts, dict) or not all(isinstance(facts.get(name), kind) for name, kind in kinds.items()):
+        raise ValueError(f"{path} does not say which training it is the state of: move it, or put back a copy")
+    return Snapshot(*(facts[name] for name in kinds), facts.get("code"), facts.get("task"))
 
 
 def begun(out: Path, tasks: Iterable[str], *, besides: Collection[str] = ()) -> Iterator[dict[str, Any]]:
@@ -157,7 +161,10 @@ def restore(path: Path, state: Any) -> Any:
             raise ValueError(f"{path} is the state of another optimizer or model: start over with --overwrite")
 
         def taken(name: str) -> Tensor:
-            wanted[name].copy_(found := store.get_tensor(name))
+            found, own = store.get_tensor(name), wanted[name]
+            if (found.shape, found.dtype) != (own.shape, own.dtype):  # `copy_` would repeat and cast
+                raise ValueError(f"{path} holds {name} in another shape or dtype: start over with --overwrite")
+            own.copy_(found)
             return found
 
         with torch.no_grad():
@@ -261,7 +268,7 @@ class Saver:
         }
         numbers = {name: leaf for name, leaf in places.items() if name not in tensors}
         facts = {"step": state.step, "settings": self._settings, "progress": progress, "numbers": numbers}
-        facts["code"] = machine.code()
+        facts |= {"code": machine.code(), "task": self.path.name.removesuffix(path_of(Path(), "").name)}
         self._thread = threading.Thread(target=self._write, args=(tensors, json.dumps(facts)))
         self._thread.start()
         self._since = time.monotonic()

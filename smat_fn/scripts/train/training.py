@@ -466,6 +466,9 @@ def _check_resumed(run: RunOptions, experts: Sequence[Expert], report: Callable[
         if found is None:
             continue
         damaged += problems_of(check_weights, path, found) if ended else []
+        if (of := found.get("task") if ended else last and last.task) not in (None, task):
+            file = path if ended else snapshots.path_of(out, task)
+            damaged.append(f"{file} is of task {of}: give it back the name of that task, or move it to train {task}")
         rows, now = (settings.get("train_rows") or {} for settings in (found, facts))
         parts = "hash", "dev", "inputs", "head", "classes"
         other = {name for name in parts if name in rows and now.get(name, rows[name]) != rows[name]}

@@ -129,6 +129,12 @@ def test_scores_of_one_snapshot_are_not_those_of_another(run, suite):
 def test_snapshots_that_are_not_there_or_of_another_run_are_refused(run, runs, tmp_path):
     with pytest.raises(ValueError, match=r"holds no common snapshots \(mirror 0, .*train with --keep-snapshots"):
         find_snapshots(runs["ft"], find_inputs(runs["ft"])[1])
+    copy = shutil.copytree(run, tmp_path / "swapped")
+    for place, own in (("rot90", "mirror"), ("mirror", "rot90")):
+        shutil.rmtree(copy / "snapshots" / "1" / place)
+        shutil.copytree(run / "snapshots" / "1" / own, copy / "snapshots" / "1" / place)
+    with pytest.raises(ValueError, match=r"1/mirror is from another training run than .*1/rot90 is from another"):
+        find_snapshots(copy, find_inputs(copy)[1])
     copy = shutil.copytree(run, tmp_path / "run")
     shutil.rmtree(copy / "snapshots" / "1" / "rot90")
     manifest = checkpoint.load_manifest(copy / "snapshots" / "2" / "mirror") | {"seed": 5}

@@ -536,7 +536,7 @@ def test_a_snapshot_holds_the_whole_state_and_is_a_copy(tmp_path):
     assert (back.step, muon.step, muon.rest.step) == (2, 2, 2)
     testing.assert_trees_equal(muon.momentum, state.optimizer.momentum)
     testing.assert_trees_equal(muon.rest.nu, state.optimizer.rest.nu)
-    assert snapshots.read(saver.path) == (2, {"seed": 1}, {"x": 1}, machine.code())
+    assert snapshots.read(saver.path) == (2, {"seed": 1}, {"x": 1}, machine.code(), "a.safetensors")
     with pytest.raises(ValueError, match="is the state of another optimizer or model"):
         snapshots.restore(saver.path, State(fresh.params, optim.adam(0.1).init(params), 0))
     saver.path.write_bytes(saver.path.read_bytes()[:50])
@@ -570,6 +570,49 @@ def test_a_damaged_checkpoint_is_not_resumed_and_not_called_the_last_good_state(
     with pytest.raises(ValueError, match=r"rot90\.resume\.safetensors is damaged .* from the start$"):
         train(tmp_path, "ft", tasks=("rot90",), resume=True)
     assert not (tmp_path / "rot90").exists()
+
+
+def swap(first, second):
+    aside = first.with_name("aside")
+    first.rename(aside)
+    second.rename(first)
+    aside.rename(second)
+
+
+def test_what_is_another_tasks_is_neither_resumed_nor_taken_for_finished(train, tmp_path, monkeypatch):
+    options = {"name": "ft", "training": Training(steps=3, lr=5e-4), "save_every_steps": 1}
+    with monkeypatch.context() as patch:
+        for task in ("rot90", "mirror"):
+            after(patch, 1, kill)
+            with pytest.raises(Killed):
+                train(tmp_path, **options, tasks=(task,))
+    files = [snapshots.path_of(tmp_path, task) for task in ("rot90", "mirror")]
+    swap(*files)
+    with pytest.raises(ValueError, match=rf"{files[0]} is of task mirror: .*; {files[1]} is of task rot90: "):
+        train(tmp_path, **options, tasks=("rot90", "mirror"), resume=True)
+    swap(*files)
+    train(tmp_path, **options, tasks=("rot90", "mirror"), resume=True)
+    folders = [tmp_path / task for task in ("rot90", "mirror")]
+    swap(*folders)
+    with pytest.raises(ValueError, match=rf"{folders[0]} is of task mirror: give it back the name .* to train rot90; "):
+        train(tmp_path, **options, tasks=("rot90", "mirror"), resume=True)
+
+
+@pytest.mark.parametrize("facts", [None, "[]", '{"step": "1", "settings": {}, "progress": {}}', '{"step": 1}'])
+def test_a_file_of_something_else_is_not_a_checkpoint(tmp_path, facts):
+    file = tmp_path / "a.safetensors"
+    snapshots.save_file({"w": torch.zeros(2)}, file, metadata=None if facts is None else {"facts": facts})
+    with pytest.raises(ValueError, match=r"a\.safetensors (cannot be read|does not say which training)"):
+        snapshots.read(file)
+
+
+@pytest.mark.parametrize("leaf", [torch.zeros(1), torch.zeros(3).double()], ids=["shape", "dtype"])
+def test_a_state_of_another_shape_or_dtype_is_an_error(tmp_path, leaf):
+    saver = Saver(tmp_path / "a.safetensors", {})
+    saver.save(State({"w": leaf}, (), 1), {})
+    saver.wait()
+    with pytest.raises(ValueError, match=r"a\.safetensors holds \.params\['w'\] in another shape or dtype"):
+        snapshots.restore(saver.path, State({"w": torch.zeros(3)}, (), 0))
 
 
 def test_a_checkpoint_that_cannot_be_opened_is_not_called_missing(tmp_path):
