@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .. import machine
+from .. import __version__, machine
 from ..checkpoint import fingerprint
 
 HELD = 2 * 2**30  # bytes of a split's pixels or frozen states that are kept here and in memory; of a larger one none
@@ -37,11 +37,11 @@ def cached(name: str, config: Mapping[str, Any], build: Callable[[], dict[str, T
     The file is ``<name>-<hash of config>.safetensors`` in `cache_dir`, written beside itself and renamed, so that
     readers never meet half a file. A file that fails its fingerprint is built again, with a line in the log. Where none
     can be written, the result is returned all the same, with one line in the log of the process. The hash covers the
-    processor and the kernels in use too, which round differently.
+    version of smat_fn too, and the processor and the kernels in use, which round differently.
 
     Args: config: JSON values, everything that the tensors depend on.
     """
-    text = json.dumps({**config, "cpu": machine.cpu()}, sort_keys=True)
+    text = json.dumps({**config, "smat_fn": __version__, "cpu": machine.cpu()}, sort_keys=True)
     path = cache_dir() / f"{name}-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}.safetensors"
     try:
         if path.exists():

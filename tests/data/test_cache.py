@@ -50,6 +50,14 @@ def test_other_kernels_build_apart(folder, monkeypatch):
     assert build.calls == len(list(folder.iterdir())) == 2
 
 
+def test_another_version_of_this_package_builds_anew(monkeypatch):
+    build = Counter()
+    for version in ("1.0", "1.1", "1.0"):
+        monkeypatch.setattr(cache, "__version__", version)
+        cached("x", {"seed": 1}, build)
+    assert build.calls == 2
+
+
 @pytest.mark.parametrize("damage", ["empty", "cut", "bit", "foreign"])
 def test_a_damaged_file_is_built_again(folder, damage, caplog):
     cached("x", {"seed": 1}, Counter())

@@ -126,7 +126,7 @@ def read(path: Path) -> Snapshot | None:
     kinds = {"step": int, "settings": dict, "progress": dict}
     if not isinstance(facts, dict) or not all(isinstance(facts.get(name), kind) for name, kind in kinds.items()):
         raise ValueError(f"{path} does not say which training it is the state of: move it, or put back a copy")
-    return Snapshot(*(facts[name] for name in kinds), facts.get("code"), facts.get("task"))
+    return Snapshot(facts["step"], facts["settings"], facts["progress"], facts.get("code"), facts.get("task"))
 
 
 def begun(out: Path, tasks: Iterable[str], *, besides: Collection[str] = ()) -> Iterator[dict[str, Any]]:
