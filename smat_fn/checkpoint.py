@@ -201,7 +201,7 @@ def statistics_facts(file: Path) -> dict[str, Any]:
     """The facts of `save_statistics`. Raises: ValueError for a file that it did not write."""
     try:
         with safe_open(file, framework="pt") as store:
-            return json.loads(store.metadata()["facts"])
+            return {"kind": None, **json.loads(store.metadata()["facts"])}
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file} holds no statistics of smat_fn ({error!r}): remove it and make them again") from error
 

@@ -90,7 +90,7 @@ def check_layers(layers: int, own: Sequence[nn.Module], kind: str) -> None:
 
 
 def frozen(module: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint stores of a module and nothing trains: parameters, and buffers such as biases of routers."""
+    """The parameters of a module that are not trained, and the buffers that its checkpoint stores."""
     stored = module.state_dict().keys()
     buffers = {name: own for name, own in module.named_buffers() if name in stored}
     return {name: p.detach() for name, p in module.named_parameters() if not p.requires_grad} | buffers

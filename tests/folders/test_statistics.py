@@ -108,7 +108,15 @@ def test_statistics_of_other_weights_and_shapes_are_refused(saved, tmp_path):
     checkpoint.save_statistics(experts[name], "fisher", {"matrix": torch.ones(1)}, {"expert": "another"})
     with pytest.raises(ValueError, match=r"parameter 'matrix' has shape \(1,\)"):
         plan(Fisher(coef=1.0), base, experts, tmp_path / "out")
-    (experts[name] / "fisher.safetensors").write_bytes(b"no file")
+    file = experts[name] / "fisher.safetensors"
+    checkpoint.save_statistics(experts[name], "adam", found[name], {"expert": facts["fingerprint"]})
+    (experts[name] / "adam.safetensors").replace(file)
+    with pytest.raises(ValueError, match=r"fisher\.safetensors holds statistics of kind adam: give it back the name"):
+        plan(Fisher(coef=1.0), base, experts, tmp_path / "out")
+    save_file(found[name], file, {"facts": "[]"})
+    with pytest.raises(ValueError, match="holds no statistics of smat_fn"):
+        plan(Fisher(coef=1.0), base, experts, tmp_path / "out")
+    file.write_bytes(b"no file")
     with pytest.raises(ValueError, match="holds no statistics of smat_fn"):
         plan(Fisher(coef=1.0), base, experts, tmp_path / "out")
 

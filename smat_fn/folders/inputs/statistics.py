@@ -58,7 +58,7 @@ def without(kind: str, places: list[str]) -> list[str]:
 
 
 def stale(file: Path, facts: Mapping[str, object], print_of: Callable[[], str], *, compared: bool = False) -> list[str]:
-    """An error for statistics of other weights than those beside them.
+    """An error for statistics of other weights than those beside them, or of another kind than their file's name says.
 
     The fingerprint of an adapter is that of its factors, by its manifest; of a whole model the weights are hashed,
     since another program may have written them beside the manifest.
@@ -67,6 +67,10 @@ def stale(file: Path, facts: Mapping[str, object], print_of: Callable[[], str], 
         print_of: gives the fingerprint of the expert's leaves, where no manifest has it.
         compared: they are known to be those of the manifest.
     """
+    if STATISTICS.get(kind := str(facts.get("kind"))) != file.name:
+        return [
+            f"{file} holds statistics of kind {kind}: give it back the name of that kind, and make those needed here"
+        ]
     try:
         manifest: Any = checkpoint.load_manifest(file.parent)
     except ValueError:
