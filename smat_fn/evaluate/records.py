@@ -81,7 +81,10 @@ class Records:
         self._append(ANSWERS, lines)
 
     def _take_score(self, line: Mapping[str, Any]) -> None:
-        self._scores[str(line["key"])] = Scored(float(line["score"]), float(line["seconds"]))
+        kept = Scored(float(line["score"]), float(line["seconds"]))
+        if not 0 <= kept.score <= 100:
+            raise ValueError(f"score is {kept.score}")
+        self._scores[str(line["key"])] = kept
 
     def _take_answer(self, line: Mapping[str, Any]) -> None:
         row, text = int(line["row"]), line["prediction"]

@@ -4,7 +4,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from ..checkpoint import write_text
 from ..errors import shortened
@@ -12,6 +13,7 @@ from ..errors import shortened
 Row = TypeVar("Row")
 EXPERT, SET = "expert:", "experts"
 RUNS = "runs.jsonl"  # its name beside results.jsonl
+_OF_JSON: Mapping[Any, Any] = MappingProxyType({float: (int, float), Mapping: dict, Sequence: list})
 
 
 @dataclass(frozen=True)
@@ -90,13 +92,27 @@ def read_rows(path: str | Path, kind: type[Row]) -> list[Row]:
             values = json.loads(line)
             if unknown := set(values) - known:
                 raise ValueError(f"unknown fields {sorted(unknown)}")
-            rows.append(kind(**values))
-        except (ValueError, TypeError) as error:
+            rows.append(checked(kind(**values)))
+        except (ValueError, TypeError, RecursionError) as error:
             problems.append(f"{path}, line {number}: {error}")
     if problems:
         few = shortened(problems, "and {} more lines")
         raise ValueError("; ".join(few) + ": remove these lines or write the file again")
     return rows
+
+
+def checked(row: Row) -> Row:
+    """A row whose fields have the types of JSON values that its class names. Raises: ValueError for the first other."""
+    for name, hint in get_type_hints(type(row)).items():
+        kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        value, fit = getattr(row, name), tuple(_OF_JSON.get(own := get_origin(kind) or kind, own) for kind in kinds)
+        if isinstance(value, bool) or not isinstance(value, fit):
+            raise ValueError(f"{name} is {value!r}, must be {' or '.join(map(_name, kinds))}")
+    return row
+
+
+def _name(kind: Any) -> str:
+    return "null" if kind is NoneType else getattr(kind, "__name__", str(kind))
 
 
 def text_lines(path: str | Path) -> list[str]:
@@ -114,7 +130,7 @@ def run_of(manifest: Mapping[str, Any]) -> Run:
     """The facts of an expert's or a merged model's manifest."""
     known = {f.name for f in fields(Run)} - {"model"}
     given = {name: value for name, value in manifest.items() if name in known and value is not None}
-    return Run(model=model_of(manifest), **given)
+    return checked(Run(model=model_of(manifest), **given))
 
 
 def once(runs: Iterable[Run]) -> list[Run]:

@@ -85,6 +85,16 @@ def test_a_broken_line_in_the_middle_is_passed_over_with_a_warning(folder, caplo
     assert caplog.text.count("lines [1] are not valid records") == 2
 
 
+def test_a_score_that_no_metric_gives_is_passed_over(folder, caplog):
+    lines = (folder / SCORES).read_text(encoding="utf-8").splitlines(keepends=True)
+    for score in ("250.0", "NaN", "-1"):
+        line = json.loads(lines[0])
+        text = json.dumps(line | {"score": 0}).replace('"score": 0', f'"score": {score}')
+        (folder / SCORES).write_text("".join([text + "\n", *lines[1:]]), encoding="utf-8")
+        assert contents(Records(folder))[0] == [None, Scored(100.0, 0.5), None]
+    assert caplog.text.count("lines [1] are not valid records") == 3
+
+
 def test_a_key_is_the_content_of_its_facts():
     facts = {"a": 1, "b": [1, 2]}
     assert content_key(facts) == content_key({"b": [1, 2], "a": 1})

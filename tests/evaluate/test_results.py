@@ -2,11 +2,13 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
 
 from smat_fn.evaluate import Result, accuracy, read_results, write_results
+from smat_fn.evaluate.results import Run, read_rows
 
 ROWS = [
     Result("SMAT", "expert:mirror", "mirror", "test", 98.5, 3),
@@ -46,6 +48,30 @@ def test_all_bad_lines_are_named(tmp_path):
     path.write_text(f"{unknown}\n" * 20)  # as scores.jsonl, which is a cache
     with pytest.raises(ValueError, match=r"line 6: [^;]*; and 14 more lines: remove these lines or write the file"):
         read_results(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "told"),
+    [
+        (Result, {"seed": "3"}, "seed is '3', must be int"),
+        (Result, {"seed": None}, "seed is None, must be int"),
+        (Result, {"task": 5}, "task is 5, must be str"),
+        (Result, {"score": True}, "score is True, must be float"),
+        (Result, {"coef": "a"}, "coef is 'a', must be float or null"),
+        (Run, {"seconds": "long"}, "seconds is 'long', must be float or null"),
+        (Run, {"training": "adam"}, "training is 'adam', must be Mapping"),
+        (Run, {"versions": [1]}, "versions is [1], must be Mapping"),
+    ],
+    ids=repr,
+)
+def test_a_field_of_another_type_is_named(tmp_path, kind, fields, told):
+    path, run = tmp_path / "rows.jsonl", Run("FT", "wa", 3, seconds=2, dev_curve=[[0.3, 50]])
+    row = ROWS[1] if kind is Result else run
+    write_results(path, [row])
+    assert read_rows(path, kind) == [row]
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    with pytest.raises(ValueError, match=re.escape(f"line 1: {told}: remove these lines")):
+        read_rows(path, kind)
 
 
 def test_a_score_of_a_tensor_is_a_float_and_a_text_is_refused(tmp_path):
