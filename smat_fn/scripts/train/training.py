@@ -355,12 +355,13 @@ def _relabelled(run: RunOptions, task: str) -> str:
 
 
 def _probe_finished(suite: Suite, run: RunOptions, task: str, report: Callable[[str], None]) -> None:
-    """Measure the probe of a finished expert, unless its manifest has one of the same settings, and write it there."""
+    """Measure the probe of a finished expert, unless its manifest has one of these settings and rows, and write it."""
     if not run.probe or run.probe_at is None:
         return
     manifest = manifest_of(run.out / task)
     known = manifest.get("probe") or {}
-    if known.get("keys") == run.probe and all(known.get(x) == value for x, value in _probed_at(run.probe_at).items()):
+    wanted = {"keys": run.probe, **_probed_at(run.probe_at), **_dev_rows(suite, task)}
+    if all(known.get(name) == value for name, value in wanted.items()):
         return
     found = lora.load_expert(run.out / task, suite.base)[0]
     full = {path: leaf.to(suite.base[path].device) for path, leaf in found.items()}
@@ -548,7 +549,20 @@ def _probe(suite: Suite, task: str, params: Params, count: int, at: Smat) -> dic
     loss_fn, batches = suite.loss_fn(task), suite.dev_batches(task)
     found = simulation.probe(loss_fn, params, suite.base, batches, keys, where=suite.where, **hyperparameters)
     spread = {"sd": stdev(found.simulated)} if count > 1 else {}
-    return {"clean": found.clean, "simulated": found.mean, **spread, "keys": count, **hyperparameters}
+    return {
+        "clean": found.clean,
+        "simulated": found.mean,
+        **spread,
+        "keys": count,
+        **hyperparameters,
+        **_dev_rows(suite, task),
+    }
+
+
+def _dev_rows(suite: Suite, task: str) -> dict[str, str]:
+    """The hash of the dev rows of a task, where the suite gives one."""
+    found = {} if suite.train_rows is None else suite.train_rows(task)
+    return {"dev_rows": found["dev"]} if "dev" in found else {}
 
 
 def _probed_at(at: Smat) -> dict[str, Any]:

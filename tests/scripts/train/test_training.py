@@ -343,6 +343,16 @@ def test_a_finished_expert_is_probed_when_its_run_is_resumed(suite, train, tmp_p
         assert (found["keys"], found["sigma"]) == (count, sigma)
 
 
+def test_a_finished_expert_is_probed_again_where_its_dev_rows_have_changed(suite, train, tmp_path):
+    told = []
+    for dev in ("a", "a", "b"):
+        own = suite.replace(train_rows=lambda task, dev=dev: {"from": "x", "count": 1, "hash": "h", "dev": dev})
+        options = {"tasks": ("rot90",), "probe_at": DIGITS.methods["smat"], "probe": 1, "report": told.append}
+        train(tmp_path, "ft", suite=own, training=replace(SIX, steps=2), resume=True, **options)
+        assert checkpoint.load_manifest(tmp_path / "rot90")["probe"]["dev_rows"] == dev
+    assert sum("simulated states" in line for line in told) == 2
+
+
 @pytest.mark.parametrize("adapters", [None, Adapters(2, 4.0)])
 def test_the_peak_of_memory_is_with_that_of_saving_and_without_that_of_the_probe(
     adapters, train, tmp_path, monkeypatch
