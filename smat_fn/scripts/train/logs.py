@@ -238,12 +238,15 @@ def keep_lines(path: Path, *, before: int) -> int:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     kept, last = [], -1
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if before and path.exists() else ():
+    text = path.read_text(encoding="utf-8", errors="replace") if before and path.exists() else ""
+    for line in text.splitlines(keepends=True):
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
             break
-        if row.get("step", before) < before:
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            break
+        if row["step"] < before:
             kept.append(line)
             last = row["step"]
     write_text(path, "".join(kept))

@@ -240,3 +240,11 @@ def test_lines_of_later_steps_and_cut_ones_are_dropped(tmp_path):
     assert path.read_text() == ""
     logs.keep_lines(tmp_path / "new" / "log.jsonl", before=2)
     assert (tmp_path / "new" / "log.jsonl").read_text() == ""
+
+
+@pytest.mark.parametrize("damage", [b"\x00\x00\n", b"\xff\xfe\n", b"[]\n", b'{"loss": 1}\n'])
+def test_a_damaged_log_keeps_the_lines_before_the_damage(tmp_path, damage):
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b'{"step": 0}\n' + damage + b'{"step": 1}\n')
+    assert logs.keep_lines(path, before=2) == 0
+    assert path.read_text() == '{"step": 0}\n'
