@@ -403,6 +403,10 @@ class Trace(BaseSuite):
             "rows": self._rows[task, split],
             "tokens": self._tokens(task, split),
             "tokenizer": backend.to_str() if backend else sorted(tokenizer.get_vocab().items()),
+            "special": [
+                tokenizer.eos_token_id,
+                *sorted(tokenizer.all_special_ids),
+            ],  # end answers, are left out of them
             "model": [str(getattr(self._lm.module, name, None)) for name in ("config", "generation_config")],
             "decoding": [*self._settings[task], self.seed, self._device.type],
             "engine": engine_name(self._engine),

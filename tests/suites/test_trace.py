@@ -744,6 +744,15 @@ def test_some_parameters_alone_are_trained_and_scores_depend_on_the_frozen_ones(
     assert load(train_layers=1).base.keys() == {name for name in suite.base if ".layers." in name}
 
 
+def test_scores_depend_on_the_tokens_that_end_an_answer_or_are_left_out_of_it(load, suite, folders, tmp_path):
+    before = suite.content("FOMC", "dev")
+    for change in ({"eos_token": "<s>"}, {"extra_special_tokens": ["the"]}):
+        other = shutil.copytree(folders / "model", tmp_path / next(iter(change)))
+        facts = json.loads((other / "tokenizer_config.json").read_text())
+        (other / "tokenizer_config.json").write_text(json.dumps(facts | change))
+        assert load(model=str(other)).content("FOMC", "dev") != before
+
+
 def test_scores_depend_on_buffers_that_a_checkpoint_stores(load):
     def content(value, **options):
         own = load()
