@@ -105,7 +105,9 @@ MIXTURE = """
     experts_per_token: 1
     experts:
       - {source_model: PLACE/a, positive_prompts: [x], residual_scale: 0.5}
-      - {source_model: PLACE/b, positive_prompts: [y]}
+      - {source_model: PLACE/b, positive_prompts: [y], noise_scale: 0.1}
+    shared_experts:
+      - {source_model: PLACE/a, positive_prompts: [z]}
     """
 
 

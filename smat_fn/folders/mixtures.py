@@ -14,14 +14,18 @@ from .. import checkpoint, errors
 from ..errors import problems_of
 from ..merge.around.mixture import (
     ARCHITECTURES,
-    MIXTRAL,
+    QWEN2,
     QWEN3,
+    UNUSED,
     Architecture,
+    Change,
+    change_problems,
+    changed,
+    changes,
     fit_problems,
+    made,
     origins,
     router_problems,
-    scale_problems,
-    scaled,
 )
 from ..merge.parts.chunks import CHUNK
 from ..merge.weight_average import WeightAverage
@@ -44,15 +48,28 @@ class Models(NamedTuple):
     architecture: Architecture
     config: dict[str, Any]  # of the mixture
     notes: tuple[str, ...]
+    shared: bool = False  # the last expert
 
 
-def open_models(base: Path, experts: Mapping[str, Path], *, per_token: int) -> Models:
+def open_models(
+    base: Path,
+    experts: Mapping[str, Path],
+    *,
+    per_token: int,
+    shared: bool = False,
+    architectures: Sequence[Architecture] = ARCHITECTURES,
+) -> Models:
     """Base and experts, from their headers and configurations.
 
-    Args: per_token: experts that a token is sent to.
-    Raises: ValueError that lists all models that are not plain Llama or Mistral, or Qwen3, models of one shape.
+    Args:
+        per_token: experts that a token is sent to, beside a shared one.
+        shared: the last expert is shared: every token goes through it.
+        architectures: of those that base's kind of model has, the first is written.
+
+    Raises: ValueError that lists all models that are not plain models of one shape, of a kind that has an architecture.
     """
-    problems, opened, notes, architecture = list[str](), dict[str, Folder](), list[str](), MIXTRAL
+    problems, opened, notes = list[str](), dict[str, Folder](), list[str]()
+    fitting = [own for own in architectures if own.shared or not shared]
     for label, path in {"base": base, **{f"expert {name!r}": path for name, path in experts.items()}}.items():
         if is_adapter(path):
             problems.append(f"{label}: {path} is an adapter: make it a whole model first, by merge.py export")
@@ -60,32 +77,34 @@ def open_models(base: Path, experts: Mapping[str, Path], *, per_token: int) -> M
         with errors.collected(problems):
             opened[label] = open_input(label, path)
             kind = (load_config(opened[label].root) or {}).get("model_type")
-            own = next((own for own in ARCHITECTURES if kind in own.kinds), None)
+            found = [own for own in fitting if kind in own.kinds]
             if label == "base":
-                architecture = own or architecture
-            if own is None or own is not architecture:
+                fitting = found[:1] or fitting
+            if not found:
                 said = f"of kind {kind}" if kind else "without a model_type in config.json"
-                kinds = [kind for own in ARCHITECTURES for kind in own.kinds if label == "base" or own is architecture]
-                problems.append(f"{label}: {path} is {said}, must be {' or '.join(kinds)}")
-    if not 1 <= per_token <= len(experts):
-        problems.append(f"experts_per_token is {per_token}: must be from 1 to the number of experts, {len(experts)}")
+                kinds = " or ".join(dict.fromkeys(kind for own in fitting for kind in own.kinds))
+                names = f"{', '.join(own.name for own in fitting)}{', which has a shared expert' if shared else ''}"
+                problems.append(f"{label}: {path} is {said}, must be {kinds} ({names})")
+    if not 1 <= per_token <= (routed := len(experts) - shared):
+        problems.append(f"experts_per_token is {per_token}: must be from 1 to the number of experts, {routed}")
     errors.raise_problems(problems)
+    architecture = fitting[0]
     start, *_ = one_head(opened.pop("base"), {})  # as in any merge: a copy of the embeddings is left out
     named = dict(zip(experts, opened.values(), strict=True))
-    problems += problems_of(lambda: origins(start.leaves, len(named)))
+    problems += problems_of(lambda: origins(start.leaves, len(named), architecture, shared=shared))
     problems += fit_problems(start.leaves, {name: folder.leaves for name, folder in named.items()})
     roots = {label: folder.root for label, folder in opened.items()}
     wrong, texts = differences(start.root, roots, chosen=False, template=True, options=False)
     notes += [*texts, *tokenizer_notes(start.root, roots)]
     errors.raise_problems([*problems, *wrong])
-    if len({folder.root.resolve() for folder in named.values()}) == 1:
-        notes.append("all experts are one model: before it is trained, the mixture computes what that model's MLPs do")
     notes += filter(None, [start.note])
-    config = mixture_config(architecture, start.root, len(named), per_token) | dict(start.config)
-    return Models(start, named, architecture, config, tuple(notes))
+    config = mixture_config(architecture, start.root, routed, per_token, shared=shared) | dict(start.config)
+    return Models(start, named, architecture, config, tuple(notes), shared)
 
 
-def mixture_config(architecture: Architecture, base: Path, experts: int, per_token: int) -> dict[str, Any]:
+def mixture_config(
+    architecture: Architecture, base: Path, experts: int, per_token: int, *, shared: bool
+) -> dict[str, Any]:
     """The config.json of a mixture: base's fields that its class has, those that base's class fills in too."""
     import transformers
 
@@ -99,39 +118,40 @@ def mixture_config(architecture: Architecture, base: Path, experts: int, per_tok
     kept |= {"num_local_experts": experts, "num_experts_per_tok": per_token}
     if "sliding_window" not in own:
         kept["sliding_window"] = None
-    if architecture is QWEN3:
+    if architecture in (QWEN2, QWEN3):
         if own.get("use_sliding_window"):
-            raise ValueError(
-                "base has use_sliding_window, for its last layers alone: a Qwen3-MoE has it for all layers"
-            )
+            name = architecture.name  # transformers 4 reads no list of a Qwen2-MoE's layers
+            raise ValueError(f"base has use_sliding_window, for its last layers alone: a {name} has it for others")
         kept |= {"moe_intermediate_size": own["intermediate_size"], "norm_topk_prob": True}
         kept |= {"decoder_sparse_step": 1, "mlp_only_layers": []}  # every layer is a mixture
+    if architecture is QWEN2:
+        kept["num_experts"] = kept.pop("num_local_experts")
+        kept["shared_expert_intermediate_size"] = own["intermediate_size"] if shared else UNUSED
+        if "use_sliding_window" not in own and own.get("sliding_window") is not None:  # of a Mistral
+            kept |= {"use_sliding_window": True, "layer_types": ["sliding_attention"] * own["num_hidden_layers"]}
     # transformers 4 knows the number of a Qwen3-MoE's experts by this name alone
     found = make(**kept).to_dict() | ({"num_experts": experts} if architecture is QWEN3 else {})
     found.pop("_name_or_path", None)  # where base lies here
     return {**found, "architectures": [f"{architecture.model}ForCausalLM"]}
 
 
-def mixed(models: Models, router: Tensor, residual_scales: Sequence[float | None]) -> Folder:
+def mixed(models: Models, router: Tensor, made_of: Sequence[Change], key: Tensor | None) -> Folder:
     """The mixture as a checkpoint, formed while it is read."""
     leaves, reads = dict[str, Tensor](), dict[str, Read]()
-    folders = list(models.experts.values())
-    for path, origin in origins(models.base.leaves, len(folders)).items():
-        folder = models.base if origin.expert is None else folders[origin.expert]
-        if origin.router:
-            like = models.base.leaves[f"model.layers.{origin.path}.mlp.gate_proj.weight"]
-            own = router[int(origin.path)].to(like.dtype)
+    base, folders = models.base, list(models.experts.values())
+    for path, origin in origins(base.leaves, len(folders), models.architecture, shared=models.shared).items():
+        if (own := made(origin, base.leaves, router)) is not None:
             leaves[path], reads[path] = own.to("meta"), reader_of_tensor(own)
             continue
-        down = origin.expert is not None and "down_proj" in origin.path
-        leaves[path] = models.base.leaves[origin.path]
-        reads[path] = _scaled(folder.reads[origin.path], residual_scales[origin.expert or 0] if down else None)
-    stores = {file: store for folder in (models.base, *folders) for file, store in folder.stores.items()}
-    return Folder("the mixture", leaves, reads, stores, models.base.root)
+        leaves[path], reads[path] = base.leaves[origin.path], base.reads[origin.path]
+        if (i := origin.expert) is not None:
+            reads[path] = _changed(folders[i].reads[origin.path], made_of[i], key, path)
+    stores = {file: store for folder in (base, *folders) for file, store in folder.stores.items()}
+    return Folder("the mixture", leaves, reads, stores, base.root)
 
 
-def _scaled(read: Read, factor: float | None) -> Read:
-    return lambda start, stop: scaled(read(start, stop), factor)
+def _changed(read: Read, change: Change, key: Tensor | None, path: str) -> Read:
+    return lambda start, stop: changed(read(start, stop), change, key, path, start=start)
 
 
 def merge_mixture(
@@ -140,6 +160,8 @@ def merge_mixture(
     out: Path,
     *,
     residual_scales: Sequence[float | None] = (),
+    noise_scales: Sequence[float | None] = (),
+    key: Tensor | None = None,
     out_dtype: OutDtype = "same",
     shard_size: int = SHARD_SIZE,
     chunk: int = CHUNK,
@@ -154,30 +176,34 @@ def merge_mixture(
 
     Args:
         models: those of `open_models`.
-        router: (layers, N, width).
-        residual_scales: a factor of each expert's ``down_proj``, None: 1.
+        router: (layers, N, width); the last row is that of a shared expert.
+        residual_scales, noise_scales, key: as of `merge.around.mixture.mixture`.
         out_dtype, shard_size, chunk, workers, overwrite, describe: as of `merge_folders`.
         notes: that the report is to hold too.
 
     Raises: ValueError as `merge_folders`.
     """
     out = checkpoint.follow(out)
-    errors.raise_problems(scale_problems(residual_scales, len(models.experts)))
-    base, scales = models.base, [*residual_scales, *[None] * (len(models.experts) - len(residual_scales))]
+    errors.raise_problems(change_problems(residual_scales, noise_scales, len(models.experts), key))
+    base, made_of = models.base, changes(residual_scales, noise_scales, len(models.experts))
     roots = [base.root, *(folder.root for folder in models.experts.values())]
-    found = origins(base.leaves, len(models.experts))
+    found = origins(base.leaves, len(models.experts), models.architecture, shared=models.shared)
     problems = place_problems(out, roots, overwrite=overwrite)
     problems += router_problems(found, base.leaves, len(models.experts), router)
     errors.raise_problems(problems)
-    whole, dtype = mixed(models, router, scales), out_dtypes(out_dtype)
+    whole, dtype = mixed(models, router, made_of, key), out_dtypes(out_dtype)
+    routed = zip(roots[1:], made_of[: len(made_of) - models.shared], strict=False)
+    if len({(root.resolve(), change) for root, change in routed}) == 1 and not any(noise_scales):
+        notes = [*notes, "all experts are one model: until they are trained, they compute the same"]
     job = Job(
         WeightAverage(), {}, None, whole, {"mixture": whole}, dtype, max(1, chunk // workers), torch.device("cpu"),
         Scratch(), (*models.notes, *notes), workers, frozenset(), seen(whole), MappingProxyType(beside(models, dtype)),
     )  # fmt: skip
     like = {path: leaf.to(target(job, path)) for path, leaf in whole.leaves.items()}
     digest = hashlib.sha256(router.float().contiguous().numpy().tobytes()).hexdigest()
+    more = [digest, made_of, None if key is None else key.tolist()]
     shards = layout(like, shard_size, {})
-    return write_job(job, shards, out, describe=describe, overwrite=overwrite, more=json.dumps([digest, scales]))
+    return write_job(job, shards, out, describe=describe, overwrite=overwrite, more=json.dumps(more))
 
 
 def beside(models: Models, dtype: torch.dtype | None) -> Files:

@@ -48,7 +48,8 @@ def card(manifest: Mapping[str, Any]) -> str:
         lines += ["", f"Not one model but one for each task: a vector, and a mask and a scale each ({each})."]
         lines += ["", "`python merge.py export FOLDER --base BASE --task TASK --out MODEL` writes the model of a task."]
     elif mixed:
-        lines += ["", f"Every weight is that of an input, but for routers; dtypes: {manifest['out_dtype']}."]
+        more = "scales and noise are as above; routers are new, and parameters that the models lack are zero"
+        lines += ["", f"Weights are those of the inputs: {more}; dtypes: {manifest['out_dtype']}."]
     elif "out_dtype" in manifest:
         lines += ["", f"Precision: {rounding(manifest['rounding_ratio'])}; dtypes: {manifest['out_dtype']}."]
     if manifest.get("density"):

@@ -19,7 +19,7 @@ from ...folders.files import Hashing, size_text
 from ...folders.inputs.hub import unavailable
 from ...folders.mixtures import Models, beside, merge_mixture, open_models
 from ...folders.prepare import out_dtypes
-from ...merge.around.mixture import MIXTRAL, QWEN3, Architecture, random_rows, rows
+from ...merge.around.mixture import ARCHITECTURES, MIXTRAL, QWEN2, QWEN3, Architecture, random_rows, rows
 from .. import outcome
 from ..recipes.load import fields_of
 from ..recipes.places import folder_name, folders_beside, placed, placed_by_name
@@ -45,18 +45,25 @@ class Expert(NamedTuple):
     positive: list[str]
     negative: list[str]
     residual_scale: float | None
+    noise_scale: float | None
 
 
 class Mixture(NamedTuple):
     """The fields of a file."""
 
     base: str
-    experts: list[Expert]
+    experts: list[Expert]  # and a shared one, the last
+    shared: bool
     mode: str
     dtype: str | None
     per_token: int
     seed: int | None  # of a file of ours
-    architecture: Architecture | None
+    architecture: str | None
+
+    @property
+    def ungated(self) -> bool:
+        """Whether the shared expert has no prompts that its gate could be made of."""
+        return self.shared and self.mode not in RANDOM and not self.experts[-1].positive
 
 
 def load(file: Path) -> Mixture:
@@ -73,32 +80,36 @@ def load(file: Path) -> Mixture:
             list(own.get("positive_prompts") or ()),
             list(own.get("negative_prompts") or ()),
             own.get("residual_scale"),
+            own.get("noise_scale"),
         )
-        for own in found["experts"]
+        for own in (*found["experts"], *(found.get("shared_experts") or ()))
     ]
     return Mixture(
         found["base_model"],
         experts,
+        shared=bool(found.get("shared_experts")),
         mode=found.get("gate_mode", "hidden"),
         dtype=found.get("dtype"),
         per_token=found.get("experts_per_token", 2),
         seed=found.get("seed"),
-        architecture=architecture_named(found.get("architecture")),
+        architecture=found.get("architecture"),
     )
 
 
-def architecture_named(name: Any) -> Architecture | None:
-    """The architecture that mergekit-moe knows by a name."""
-    known = {"mixtral": MIXTRAL, "qwen3": QWEN3, "qwen3moe": QWEN3}
-    return known.get(re.sub("[ _-]", "", str(name).lower()))
+def architectures_named(name: Any) -> tuple[Architecture, ...]:
+    """The architectures that mergekit-moe knows by a name; all without one."""
+    known = {"mixtral": (MIXTRAL,), "qwen": (QWEN3, QWEN2), "qwen3": (QWEN3,), "qwen2": (QWEN2,)}
+    plain = re.sub("[ _-]|moe$", "", str(name).lower())
+    return ARCHITECTURES if name is None else known.get(plain, ())
 
 
 def _problems(found: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"{name} is not a field: they are {', '.join(FIELDS)}" for name in found if name not in FIELDS)
-    if found.get("shared_experts"):
-        yield "shared_experts is not supported: Mixtral and Qwen3-MoE have none"
-    if (named := found.get("architecture")) is not None and architecture_named(named) is None:
-        yield f"architecture is {named!r}, must be mixtral or qwen3"
+    named = found.get("architecture")
+    if not (known := architectures_named(named)):
+        yield f"architecture is {named!r}, must be mixtral, qwen2 or qwen3; transformers has no class of a DeepSeek-MoE"
+    elif found.get("shared_experts") and QWEN2 not in known:
+        yield f"architecture is {named!r}, which has no shared_experts: leave architecture out for a Qwen2-MoE"
     if not isinstance(found.get("base_model"), str) or "+" in found["base_model"]:
         yield f"base_model is {found.get('base_model')!r}: must be a folder or a hub name"
     mode = found.get("gate_mode", "hidden")
@@ -114,7 +125,13 @@ def _problems(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"experts is {experts!r}: must be a list of models"
         return
     for place, own in enumerate(experts):
-        yield from _expert_problems(place, own, prompts=mode not in RANDOM)
+        yield from _expert_problems(f"experts[{place}]", own, prompts=mode not in RANDOM)
+    if shared := found.get("shared_experts"):
+        if not isinstance(shared, list) or len(shared) != 1:
+            yield f"shared_experts is {shared!r}: must be a list of one model"
+            return
+        prompts = isinstance(shared[0], dict) and bool(shared[0].get("negative_prompts"))
+        yield from _expert_problems("shared_experts[0]", shared[0], prompts=prompts)
     given = [
         [own.get(f"{kind}_prompts") for kind in ("positive", "negative")] for own in experts if isinstance(own, dict)
     ]
@@ -122,21 +139,19 @@ def _problems(found: Mapping[str, Any]) -> Iterator[str]:
         yield "experts have the same prompts, so that the router could not tell them apart: name what each is for"
 
 
-def _expert_problems(place: int, own: Any, *, prompts: bool) -> Iterator[str]:
-    label = f"experts[{place}]"
+def _expert_problems(label: str, own: Any, *, prompts: bool) -> Iterator[str]:
     if not isinstance(own, dict) or not isinstance(own.get("source_model"), str):
         yield f"{label} is {own!r}: must have source_model, a folder or a hub name"
         return
     yield from (f"{label}.{name} is not a field: they are {', '.join(EXPERT)}" for name in own if name not in EXPERT)
     if "+" in own["source_model"]:
         yield f"{label}.source_model is {own['source_model']!r}: export the adapter first, merge.py export"
-    if own.get("noise_scale") is not None:
-        yield f"{label}.noise_scale is not supported: experts are taken as they are"
-    scale = own.get("residual_scale")
-    if scale is not None and (
-        isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale)
-    ):
-        yield f"{label}.residual_scale is {scale!r}: must be a number"
+    for name in "residual_scale", "noise_scale":
+        scale = own.get(name)
+        if scale is not None and (
+            isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale)
+        ):
+            yield f"{label}.{name} is {scale!r}: must be a number"
     for kind in "positive_prompts", "negative_prompts":
         value = own.get(kind)
         if value is not None and not (isinstance(value, list) and all(isinstance(text, str) for text in value)):
@@ -155,22 +170,12 @@ def make(args: Moe) -> Iterator[str]:
     base = placed(asked.base, places.get("base", ()))
     errors.raise_problems(unavailable({"base": base, **{f"expert {name!r}": path for name, path in paths.items()}}))
     base = local_folder("base", base)
-    models = open_models(base, {n: local_folder(n, path) for n, path in paths.items()}, per_token=asked.per_token)
-    if asked.architecture not in (None, models.architecture):
-        raise ValueError(
-            f"{args.file}: architecture is {asked.architecture.name}, of these models it is {models.architecture.name}"
-        )
-    prompts = json.dumps([(own.positive, own.negative) for own in asked.experts])
+    folders = {n: local_folder(n, path) for n, path in paths.items()}
+    allowed = architectures_named(asked.architecture)
+    models = open_models(base, folders, per_token=asked.per_token, shared=asked.shared, architectures=allowed)
     facts = {
         **facts_of(base, list(paths.values()), {name: manifest_of(path) for name, path in paths.items()}, seed),
-        "merger": "moe",
-        "hyperparameters": {
-            "gate_mode": asked.mode,
-            "experts_per_token": asked.per_token,
-            "prompts": hashlib.sha256(prompts.encode()).hexdigest(),
-            "residual_scales": [own.residual_scale for own in asked.experts],
-        },
-        "out_dtype": asked.dtype or "same",
+        **_settings(asked),
         "shard_size": bytes_of(args.shard_size),
     }
     if args.out.exists() and not args.overwrite:
@@ -183,13 +188,19 @@ def make(args: Moe) -> Iterator[str]:
         yield f"kept: {args.out}: already finished"
         return
     router = router_of(asked, base, models, seed)
-    alike = ", ".join(map(str, degenerate(router)))
+    alike = ", ".join(map(str, degenerate(router[:, : len(paths) - asked.shared])))
     notes = [f"layers {alike}: router rows are nearly dependent, prompts may be too similar"] if alike else []
+    residual = [own.residual_scale for own in asked.experts]
+    if asked.ungated:  # sigmoid(0) is 1/2
+        residual[-1] = 2 * (1 if residual[-1] is None else residual[-1])
+        notes.append("the shared expert has no prompts: it counts in full, by a gate of 1/2 and a doubled down_proj")
     report = merge_mixture(
         models,
         router,
         args.out,
-        residual_scales=[own.residual_scale for own in asked.experts],
+        residual_scales=residual,
+        noise_scales=[own.noise_scale for own in asked.experts],
+        key=random.fold_in(random.key(seed), "moe noise"),
         out_dtype=asked.dtype or "same",  # type: ignore[arg-type]
         shard_size=bytes_of(args.shard_size),
         chunk=chunk_of(args.memory_mib << 20),
@@ -199,8 +210,24 @@ def make(args: Moe) -> Iterator[str]:
         notes=notes,
     )
     outcome.add("merged", {"folder": args.out, "kept": False})
-    yield f"merged: {args.out}, {len(paths)} experts, {asked.per_token} a token, {size_text(report.bytes)}"
+    told = f"{len(paths) - asked.shared} experts, {asked.per_token} a token{', and a shared one' * asked.shared}"
+    yield f"merged: {args.out}, {told}, {size_text(report.bytes)}"
     yield from (f"note: {note}" for note in report.notes)
+
+
+def _settings(asked: Mixture) -> dict[str, Any]:
+    """The settings of a file, as the manifest holds them."""
+    prompts = json.dumps([(own.positive, own.negative) for own in asked.experts])
+    noise = [own.noise_scale for own in asked.experts]
+    found = {
+        "gate_mode": asked.mode,
+        "experts_per_token": asked.per_token,
+        "prompts": hashlib.sha256(prompts.encode()).hexdigest(),
+        "residual_scales": [own.residual_scale for own in asked.experts],
+        **({"noise_scales": noise} if any(noise) else {}),
+        **({"shared_experts": 1} if asked.shared else {}),
+    }
+    return {"merger": "moe", "hyperparameters": found, "out_dtype": asked.dtype or "same"}
 
 
 def _named(experts: Sequence[Expert]) -> dict[str, Expert]:
@@ -236,20 +263,26 @@ def _texts(
     errors.raise_problems(rewritten_meanwhile(paths, inputs, report.hashes))
     hashed = hashes(files, inputs, report.hashes)
     origin, merged = fingerprints_of(base, files[0].parent)
-    said = f"attention, norms and embeddings are base's, the MLPs those of {', '.join(paths)}; routers by {asked.mode}"
+    *others, last = paths
+    mlps = f"{', '.join(others)}, and for every token of {last}" if asked.shared else ", ".join(paths)
+    said = f"attention, norms and embeddings are base's, the MLPs those of {mlps}; routers by {asked.mode}"
     manifest = checkpoint.describe(
         {}, **{**facts, "experts": expert_prints(facts["experts"], hashed)}, base_fingerprint=origin, dev={},
         dev_curve=[], rounding_ratio=None, notes=[said, *report.notes], **licenses_of(base, paths), **hashed,
     ) | {"fingerprint": merged}  # fmt: skip
     experts = [
         {"source_model": placed_by_name(Path(own.source)), "positive_prompts": own.positive,
-         "negative_prompts": own.negative, "residual_scale": own.residual_scale}
+         "negative_prompts": own.negative, "residual_scale": own.residual_scale,
+         "noise_scale": own.noise_scale}
         for own in asked.experts
     ]  # fmt: skip
+    experts = [{name: value for name, value in own.items() if value not in (None, [])} for own in experts]
     recipe = {
         "base_model": placed_by_name(Path(asked.base)), "gate_mode": asked.mode, "dtype": asked.dtype,
         "experts_per_token": asked.per_token, "seed": seed,
-        "experts": [{name: value for name, value in own.items() if value not in (None, [])} for own in experts],
+        "experts": experts[:-1] if asked.shared else experts,
+        **({"shared_experts": experts[-1:]} if asked.shared else {}),
+        **({"architecture": asked.architecture} if asked.architecture else {}),
     }  # fmt: skip
     text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
     return texts(manifest, card, inputs) | {checkpoint.RECIPE: text}
@@ -263,7 +296,9 @@ def router_of(asked: Mixture, base: Path, models: Models, seed: int) -> Tensor:
         return random_rows(random.fold_in(random.key(seed), "moe"), shape, uniform=asked.mode == "uniform_random")
     states = _states(asked.mode, base, models)
     with torch.no_grad():
-        found = [rows(states(own.positive), states(own.negative) if own.negative else None) for own in asked.experts]
+        gated = asked.experts[:-1] if asked.ungated else asked.experts
+        found = [rows(states(own.positive), states(own.negative) if own.negative else None) for own in gated]
+    found += [torch.zeros_like(found[0])] if asked.ungated else []
     return torch.stack(found, dim=1)
 
 

@@ -169,14 +169,14 @@ class FromRecipe:
 
 @dataclass(frozen=True)
 class Moe:
-    """Make a mixture of experts from Llama or Mistral models (Mixtral) or Qwen3 (Qwen3-MoE), by mergekit-moe's YAML."""
+    """Make a mixture of experts from Llama, Mistral, Qwen2 or Qwen3 models, by mergekit-moe's YAML."""
 
     file: Annotated[Positional[Path], arg(metavar="FILE")]
     """YAML file: base_model, experts with source_model and prompts, gate_mode, dtype, experts_per_token."""
     out: Path
     """Folder for the model."""
     seed: Annotated[int | None, arg(help_behavior_hint="(default: the file's, else 0)")] = None
-    """Seed of a random router."""
+    """Seed of a random router, and of noise."""
     overwrite: bool = False
     """Replace a model that exists."""
     shard_size: str = "5GB"

@@ -2,7 +2,7 @@
 
     pip install torch==2.13.0 && pip install mergekit==0.1.5 accelerate && python make_moe.py
 
-Names are those of ``MixtralForCausalLM``, and ``Qwen3MoeForCausalLM``, in memory.
+Names are those of ``MixtralForCausalLM``, ``Qwen2MoeForCausalLM`` and ``Qwen3MoeForCausalLM``, in memory.
 """
 
 import subprocess
@@ -21,13 +21,19 @@ PROMPTS = [
     {"positive_prompts": ["t10 t11"]},
 ]
 MODES = "hidden", "hidden_avg", "cheap_embed"
-QWEN3 = {"head_dim": 6}  # not the width over the heads
+SHARED = {"positive_prompts": ["t4 t8"], "negative_prompts": ["t5"], "residual_scale": 0.25}
+MORE = {"Qwen3": {"head_dim": 6}}  # not the width over the heads
 
 
 def file_of(mode, folder, **more):
     """A file in mergekit-moe's format."""
     experts = [{"source_model": str(folder / name), **own} for name, own in zip("ABC", PROMPTS, strict=True)]
     return {"base_model": str(folder / "BASE"), "gate_mode": mode, "dtype": "float32", "experts": experts, **more}
+
+
+def shared_by(folder, **more):
+    """The shared expert of a file: B."""
+    return {"shared_experts": [{"source_model": str(folder / "B"), **SHARED, **more}]}
 
 
 def write_models(folder, kind="Llama", **more):
@@ -41,7 +47,11 @@ def write_models(folder, kind="Llama", **more):
     )  # fmt: skip
     for seed, name in enumerate(("BASE", "A", "B", "C")):
         torch.manual_seed(seed)
-        getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(folder / name)
+        model = getattr(transformers, f"{kind}ForCausalLM")(config)
+        for path, leaf in model.named_parameters():
+            if path.endswith("bias"):  # a new one is zero
+                torch.nn.init.normal_(leaf)
+        model.save_pretrained(folder / name)
         write_tokenizer(folder / name, WORDS)
 
 
@@ -51,12 +61,13 @@ def main():
 
     out = {}
     with tempfile.TemporaryDirectory() as place:
-        for kind, modes in {"Llama": MODES, "Qwen3": MODES[:1]}.items():
+        for kind, modes in {"Llama": MODES, "Qwen2": MODES[:1], "Qwen3": MODES[:1]}.items():
             folder = Path(place) / kind
             folder.mkdir()
-            write_models(folder, kind, **QWEN3 if kind == "Qwen3" else {})
+            write_models(folder, kind, **MORE.get(kind, {}))
             for mode in modes:
-                (folder / "moe.yml").write_text(yaml.safe_dump(file_of(mode, folder)))
+                more = shared_by(folder) if kind == "Qwen2" else {}
+                (folder / "moe.yml").write_text(yaml.safe_dump(file_of(mode, folder, **more)))
                 subprocess.run([sys.executable, "-m", "mergekit.scripts.moe", "moe.yml", mode], check=True, cwd=folder)
                 found = AutoModelForCausalLM.from_pretrained(folder / mode, dtype="auto").state_dict()
                 label = mode if kind == "Llama" else kind

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from smat_fn import random
 from smat_fn.folders.mixtures import merge_mixture, open_models
-from smat_fn.merge.around.mixture import mixture, random_rows, rows
+from smat_fn.merge.around.mixture import QWEN2, mixture, normal, random_rows, rows
 from smat_fn.scripts.merge import moe, settings
 from smat_fn.scripts.merge.finished import verify
 from smat_fn.scripts.recipes.load import load as load_recipe
@@ -51,12 +51,13 @@ def weights(folder):
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("label", [*make_moe.MODES, "Qwen3"])
+@pytest.mark.parametrize("label", [*make_moe.MODES, "Qwen2", "Qwen3"])
 def test_a_mixture_is_what_mergekit_makes_of_it(label, models, tmp_path):
-    mode, more = (label, {}) if label in make_moe.MODES else ("hidden", {"architecture": "qwen3"})
+    mode, more = (label, {}) if label in make_moe.MODES else ("hidden", {"architecture": "qwen"})
     if more:
         models = tmp_path / "models"
-        make_moe.write_models(models, "Qwen3", **make_moe.QWEN3)
+        make_moe.write_models(models, label, **make_moe.MORE.get(label, {}))
+        more |= make_moe.shared_by(models) if label == "Qwen2" else {}
     made(make_moe.file_of(mode, models, **more), tmp_path / "out")
     found = mixed(tmp_path / "out").state_dict()
     wanted = {
@@ -76,15 +77,62 @@ def test_a_mixture_is_what_mergekit_makes_of_it(label, models, tmp_path):
 @pytest.mark.parametrize(("kind", "more"), [pytest.param("Llama", {}, marks=pytest.mark.slow),
                                             ("Llama", {"tie_word_embeddings": True, "rope_theta": 77.0}),
                                             ("Qwen3", {"head_dim": 6, "tie_word_embeddings": True}),
+                                            ("Qwen2", {"tie_word_embeddings": True, "rope_theta": 77.0}),
                                             ("Mistral", {"sliding_window": 4})])  # fmt: skip
 def test_equal_experts_compute_what_the_dense_model_does(kind, more, tmp_path):
     make_moe.write_models(tmp_path, kind, **more)
     dense = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "BASE")
     opened = open_models(tmp_path / "BASE", dict.fromkeys("xyz", tmp_path / "BASE"), per_token=2)
-    assert any("all experts are one model" in note for note in opened.notes)
-    merge_mixture(opened, random_rows(random.key(0), (2, 3, 8), uniform=False), tmp_path / "out")
+    report = merge_mixture(opened, random_rows(random.key(0), (2, 3, 8), uniform=False), tmp_path / "out")
+    assert any("all experts are one model" in note for note in report.notes)
     with torch.no_grad():
         torch.testing.assert_close(mixed(tmp_path / "out")(TEXT).logits, dense(TEXT).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "more"), [("Qwen2", {}),
+                                            pytest.param("Llama", {"head_dim": 6}, marks=pytest.mark.slow),
+                                            ("Mistral", {"head_dim": 6, "sliding_window": 4})])  # fmt: skip
+def test_half_of_equal_experts_and_a_shared_one_by_a_gate_of_a_half_are_the_dense_model(kind, more, tmp_path):
+    make_moe.write_models(tmp_path, kind, **more)
+    dense = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "BASE")
+    opened = open_models(tmp_path / "BASE", dict.fromkeys("xyzs", tmp_path / "BASE"), per_token=2, shared=True)
+    router = random_rows(random.key(0), (2, 4, 8), uniform=False)
+    router[:, -1] = 0
+    merge_mixture(opened, router, tmp_path / "out", residual_scales=[0.5] * 3)
+    with torch.no_grad():
+        torch.testing.assert_close(mixed(tmp_path / "out")(TEXT).logits, dense(TEXT).logits, rtol=1e-4, atol=1e-5)
+    made(
+        {"base_model": str(tmp_path / "BASE"), "gate_mode": "cheap_embed", "experts_per_token": 1,
+         "experts": [{"source_model": str(tmp_path / "BASE"), "positive_prompts": ["t3"], "residual_scale": 0.75}],
+         "shared_experts": [{"source_model": str(tmp_path / "BASE"), "residual_scale": 0.25}]},
+        tmp_path / "full",
+    )  # fmt: skip
+    with torch.no_grad():
+        torch.testing.assert_close(mixed(tmp_path / "full")(TEXT).logits, dense(TEXT).logits, rtol=1e-4, atol=1e-5)
+    notes = json.loads((tmp_path / "full/manifest.json").read_text())["notes"]
+    assert any(note.startswith("the shared expert has no prompts: it counts in full") for note in notes)
+    assert not any("nearly dependent" in note for note in notes)  # the zeros of its gate are no row of the router
+
+
+def test_a_llama_becomes_a_qwen2_moe_that_computes_what_it_does_where_the_file_says_so(tmp_path):
+    make_moe.write_models(tmp_path)
+    dense = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "BASE")
+    same = [{"source_model": str(tmp_path / "BASE")}] * 3
+    file = make_moe.file_of("random", tmp_path) | {"experts": same}
+    assert any("all experts are one model" in line for line in made(file, tmp_path / "plain"))
+    assert any("all experts" in line for line in made(file | make_moe.shared_by(tmp_path), tmp_path / "shared"))
+    noisy = file | {"experts": [own | {"noise_scale": 0.1} for own in same]}
+    assert not any("all experts" in line for line in made(noisy, tmp_path / "noisy"))
+    made(file | {"architecture": "Qwen MoE"}, tmp_path / "out")
+    model = mixed(tmp_path / "out")
+    assert type(model).__name__ == "Qwen2MoeForCausalLM"
+    with torch.no_grad():
+        torch.testing.assert_close(model(TEXT).logits, dense(TEXT).logits, rtol=1e-4, atol=1e-5)
+    assert not any(
+        leaf.any() for path, leaf in weights(tmp_path / "out").items() if "bias" in path or "shared_expert" in path
+    )
+    list(moe.make(settings.Moe(tmp_path / "out/recipe.yml", tmp_path / "again")))
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "again/model.safetensors").read_bytes()
 
 
 def test_a_router_that_is_sure_computes_its_expert_with_the_attention_of_base(models, tmp_path):
@@ -123,6 +171,49 @@ def test_folders_hold_the_function_bit_for_bit_in_any_chunks_and_dtype(models, t
         kind = torch.float32 if dtype == "same" else torch.bfloat16
         assert all(torch.equal(leaf.to(kind), stored[path]) for path, leaf in found.items())
         assert mixed(tmp_path / place, dtype="auto").dtype == kind
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
+def test_folders_with_noise_and_a_shared_expert_hold_the_function_bit_for_bit(kind, tmp_path):
+    make_moe.write_models(tmp_path, kind)
+    base, *experts = (weights(tmp_path / name) for name in ("BASE", "A", "B", "C"))
+    router = random_rows(random.key(1), (2, 3, 8), uniform=True)
+    changes = {"residual_scales": [0.5, None, -2.0], "noise_scales": [None, 0.3, 0.1], "key": random.key(7)}
+    found = mixture(base, experts, router, shared=True, **changes)
+    opened = open_models(tmp_path / "BASE", {name: tmp_path / name for name in "ABC"}, per_token=2, shared=True)
+    assert opened.architecture is QWEN2
+    for place, (chunk, workers) in {"one": (7, 1), "two": (1 << 12, 2)}.items():
+        merge_mixture(opened, router, tmp_path / place, chunk=chunk, workers=workers, **changes)
+        stored = weights(tmp_path / place)
+        assert stored.keys() == found.keys()
+        assert all(torch.equal(leaf, stored[path]) for path, leaf in found.items())
+    block = "model.layers.1.mlp."
+    noise = {path: normal(random.fold_in(random.key(7), block + path), 0, 96).float().reshape(8, 12)
+             for path in ("experts.1.down_proj.weight", "shared_expert.down_proj.weight")}  # fmt: skip
+    for (path, own), expert, noise_scale, factor in zip(noise.items(), experts[1:], (0.3, 0.1), (1, -2), strict=True):
+        wanted = (expert["model.layers.1.mlp.down_proj.weight"] + noise_scale * own) * factor
+        torch.testing.assert_close(found[block + path], wanted)
+    assert torch.equal(found[f"{block}experts.0.up_proj.weight"], experts[0]["model.layers.1.mlp.up_proj.weight"])
+    assert torch.equal(found[f"{block}shared_expert_gate.weight"], router[1, 2:])
+    with pytest.raises(ValueError, match=r"key is None, and noise_scales need one: give smat_fn.random.key"):
+        mixture(base, experts, router, noise_scales=[0.1])
+    with pytest.raises(ValueError, match="shared is True, and there is no other expert: leave it out"):
+        mixture(base, experts[:1], router[:, :1], shared=True)
+    with pytest.raises(ValueError, match=r"noise_scales has nan, must be finite"):
+        mixture(base, experts, router, noise_scales=[float("nan")])
+
+
+def test_normal_numbers_are_the_same_in_any_chunks_and_normal():
+    key = random.key(4)
+    whole = normal(key, 0, 20001)
+    assert torch.equal(
+        torch.cat([normal(key, a, b) for a, b in ((0, 5), (5, 4097), (4097, 4097), (4097, 20001))]), whole
+    )
+    radius, angle = (random.uniform(own, (20001,), dtype=torch.float64) for own in random.split(key))
+    torch.testing.assert_close(whole, (-2 * torch.log1p(-radius)).sqrt() * (2 * torch.pi * angle).cos())
+    assert abs(float(whole.mean())) < 4 / 20001**0.5
+    assert abs(float(whole.var()) - 1) < 4 * (2 / 20001) ** 0.5
+    assert abs(float(whole.pow(4).mean()) - 3) < 4 * (96 / 20001) ** 0.5
 
 
 def test_random_rows_are_their_distributions():
@@ -171,6 +262,15 @@ def test_the_file_in_an_output_repeats_it_and_a_rerun_keeps_it(models, tmp_path)
     config = (tmp_path / "out/config.json").read_text()
     assert str(models) not in text + config + (tmp_path / "out/recipe.yml").read_text()
     assert "no parameter differs" not in text
+    shared = make_moe.file_of("random", models, **make_moe.shared_by(models, noise_scale=0.5))
+    assert "3 experts, 2 a token, and a shared one" in made(shared, tmp_path / "shared", seed=5)[0]
+    list(moe.make(settings.Moe(tmp_path / "shared/recipe.yml", tmp_path / "shared2")))
+    for file in "model.safetensors", "config.json", "recipe.yml":
+        assert (tmp_path / "shared" / file).read_bytes() == (tmp_path / "shared2" / file).read_bytes()
+    assert "the MLPs those of A, B-1, C, and for every token of B-3;" in (tmp_path / "shared/README.md").read_text()
+    shared["shared_experts"][0]["noise_scale"] = 0.25
+    with pytest.raises(ValueError, match=r"its hyperparameters.noise_scales is \[None, None, None, 0.5\]"):
+        made(shared, tmp_path / "shared", seed=5)
     made(make_moe.file_of("random", models), tmp_path / "out", seed=5, overwrite=True)
     assert json.loads((tmp_path / "out/config.json").read_text())["num_experts_per_tok"] == 2
 
@@ -179,21 +279,22 @@ BAD = {
     "base_model": 3,
     "gate_mode": "guess",
     "dtype": "int8",
-    "architecture": "qwen",
-    "shared_experts": [{}],
+    "architecture": "deepseek",
+    "shared_experts": [{"source_model": "A", "negative_prompts": ["x"]}],
     "experts_per_token": "2",
     "colour": 1,
     "experts": [
-        {"source_model": "A", "noise_scale": 0.1, "residual_scale": "much", "positive_prompts": "t3", "width": 2},
+        {"source_model": "A", "noise_scale": True, "residual_scale": "much", "positive_prompts": "t3", "width": 2},
         {"source_model": "B+LORA"},
         {"model": "C"},
     ],
 }
 NAMED = (
-    "colour is not a field", "shared_experts is not supported", "architecture is 'qwen', must be", "base_model is 3",
+    "colour is not a field", "shared_experts[0].positive_prompts is missing", "base_model is 3",
+    "architecture is 'deepseek', must be mixtral, qwen2 or qwen3; transformers has no class of a DeepSeek-MoE",
     "gate_mode is 'guess', must be one of hidden, ", "dtype is 'int8', must be one of ",
     "experts_per_token is '2'", "experts[0].width is not a field",
-    "experts[0].noise_scale is not supported", "experts[0].residual_scale is 'much'",
+    "experts[0].noise_scale is True: must be a number", "experts[0].residual_scale is 'much'",
     "experts[0].positive_prompts is 't3'",
     "experts[1].source_model is 'B+LORA': export", "experts[1].positive_prompts is missing", "experts[2] is {'model'",
 )  # fmt: skip
@@ -205,6 +306,16 @@ def test_all_fields_that_are_not_supported_are_refused_by_name_at_once(tmp_path)
         moe.load(tmp_path / "bad.yml")
     assert [text for text in NAMED if text not in str(error.value)] == []
     same = [{"source_model": name, "positive_prompts": ["x"]} for name in "AB"]
+    for shared, told in (
+        ([{"source_model": "A"}] * 2, r"shared_experts is \[.*: must be a list of one model"),
+        ("A", "shared_experts is 'A': must be a list of one model"),
+        ([3], r"shared_experts\[0\] is 3: must have source_model"),
+        ([{"source_model": "A"}], "architecture is 'qwen3 moe', which has no shared_experts: leave architecture out"),
+    ):
+        more = {"architecture": "qwen3 moe", "shared_experts": shared}
+        (tmp_path / "bad.yml").write_text(yaml.safe_dump({"base_model": "B", "experts": same, **more}))
+        with pytest.raises(ValueError, match=told):
+            moe.load(tmp_path / "bad.yml")
     (tmp_path / "same.yml").write_text(yaml.safe_dump({"base_model": "B", "experts": same}))
     with pytest.raises(ValueError, match="experts have the same prompts"):
         moe.load(tmp_path / "same.yml")
@@ -234,7 +345,8 @@ def test_models_that_do_not_fit_are_refused_before_anything_is_written(tmp_path)
         "parameter 'model.layers.0.self_attn.k_proj.bias' has no place in Mixtral: base must be a plain Llama": {
             "base_model": str(tmp_path / "wide/BASE")
         },
-        "architecture is Qwen3-MoE, of these models it is Mixtral": {"architecture": "Qwen3 MoE"},
+        "BASE is of kind llama, must be qwen3 (Qwen3-MoE)": {"architecture": "Qwen3 MoE"},
+        "must be from 1 to the number of experts, 3": {"experts_per_token": 4, **make_moe.shared_by(tmp_path)},
         "missing is not a folder": {"base_model": str(tmp_path / "missing")},
         "adapter is an adapter: make it a whole model first": {"base_model": str(tmp_path / "adapter")},
     }
@@ -290,8 +402,9 @@ def test_models_that_do_not_fit_are_refused_before_anything_is_written(tmp_path)
     assert not (tmp_path / "out").exists()
 
 
-def test_windows_of_the_last_layers_alone_have_no_place_in_a_mixture(tmp_path):
-    make_moe.write_models(tmp_path, "Qwen3", use_sliding_window=True, sliding_window=4, max_window_layers=1)
+@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3"])
+def test_windows_of_the_last_layers_alone_have_no_place_in_a_mixture(kind, tmp_path):
+    make_moe.write_models(tmp_path, kind, use_sliding_window=True, sliding_window=4, max_window_layers=1)
     with pytest.raises(ValueError, match="base has use_sliding_window, for its last layers alone"):
         made(make_moe.file_of("random", tmp_path), tmp_path / "out")
 
@@ -328,6 +441,18 @@ def test_a_head_that_base_stores_is_not_tied_by_its_configuration(models, tmp_pa
     assert any("the output has tie_word_embeddings false" in line for line in made(file, tmp_path / "out"))
     assert torch.equal(weights(tmp_path / "out")["lm_head.weight"], weights(base)["lm_head.weight"])
     assert json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"] is False
+
+
+def test_a_shared_expert_of_qwen3_models_is_an_error(tmp_path):
+    make_moe.write_models(tmp_path, "Qwen3")
+    with pytest.raises(
+        ValueError,
+        match=r"BASE is of kind qwen3, must be qwen2 or llama or mistral \(Qwen2-MoE, which has a shared expert\)",
+    ):
+        made(make_moe.file_of("random", tmp_path, **make_moe.shared_by(tmp_path)), tmp_path / "out")
+    base = weights(tmp_path / "BASE")
+    with pytest.raises(ValueError, match="shared is True, and a Qwen3-MoE has no shared expert: leave it out"):
+        mixture(base, [base, base], torch.zeros(2, 2, 8), shared=True)
 
 
 def test_every_expert_has_a_name_of_its_own(models, tmp_path):
