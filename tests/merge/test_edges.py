@@ -186,6 +186,23 @@ def test_a_batched_coefficient_is_an_error_with_a_way_out(name):
         torch.func.vmap(lambda x: CALLS[name](base, [expert], x)["w"])(torch.ones(2))
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        partial(merge.dare, coef=0.5, drop_prob=0.5),
+        partial(merge.dare_ties, coef=0.5, drop_prob=0.5, aggregate="sum"),
+        partial(merge.della, coef=0.5, drop_prob=0.5, window=0.1),
+    ],
+    ids=["dare", "dare_ties", "della"],
+)
+def test_a_batched_key_is_an_error_with_a_way_out(call):
+    base, expert = tree(1.0, 2.0), tree(3.0, 1.0)
+    with pytest.raises(
+        ValueError, match=r"'key' of the call is batched by torch\.func\.vmap, and .* call it in a loop"
+    ):
+        torch.func.vmap(lambda key: call(key, base, [expert])["w"])(random.split(random.key(0), 2))
+
+
 OPTIONS = {
     "keep": lambda base, experts, x: merge.ties(base, experts, coef=1.0, keep=x),
     "drop_prob": lambda base, experts, x: merge.dare(KEY, base, experts, coef=1.0, drop_prob=x),

@@ -152,7 +152,7 @@ def check_variances(path: str, values: Tensor) -> None:
 def key_problems(key: Tensor) -> list[str]:
     """Validation errors for ``key``."""
     if isinstance(key, Tensor) and key.dtype == torch.int64 and key.shape == (2,):
-        return []
+        return batch_problems({"the call": {"key": key}})
     got = f"{key.dtype} {tuple(key.shape)}" if isinstance(key, Tensor) else type(key).__name__
     return [f"key must be an int64 tensor of shape (2,), got {got}: make one by smat_fn.random.key(seed)"]
 
