@@ -31,9 +31,13 @@ def dare_ties(
     """θ₀ + γ Σ_i δ̂_i [sgn δ̂_i = s], δ̂_i the masked, rescaled task vectors of `dare`; s = + where Σ_i δ̂_i ≥ 0, else −.
 
     Nothing is trimmed: the masks have made the vectors sparse. Weighted changes w_i δ̂_i are elected and added, and a
-    mean is over the weights that agree; weights, densities and rescale are those of `dare`.
+    mean is over the weights that agree.
 
-    Args: key, drop_prob: as in `dare`; coef: γ, finite; aggregate: "sum" of the agreeing entries, or their "mean".
+    Args:
+        key, experts, drop_prob, weights, densities, rescale: as in `dare`.
+        coef: γ, finite.
+        aggregate: "sum" of the agreeing entries, or their "mean".
+
     Returns: a new tree of base's structure and dtypes; non-floating leaves are base's.
     Raises: ValueError that lists every problem of values, structure and shapes.
     Source: Yu et al., "Language models are super Mario", 2024, with Yadav et al., "TIES-Merging", 2023.

@@ -67,7 +67,10 @@ def fisher_vector(
     floor: float = 1e-6,
     weights: Numbers | None = None,
 ) -> Leaves:
-    """Σ_i w_i F̂_i ⊙ Δ_i / Σ_i w_i F̂_i: flat, floating-point leaves only, for `apply_vector`."""
+    """Σ_i w_i F̂_i ⊙ Δ_i / Σ_i w_i F̂_i: flat, floating-point leaves only, for `apply_vector`.
+
+    Args: as `fisher`.
+    """
     weights = NONE if weights is None else weights
     start, flat = check(base, experts, _problems(experts, floor, weights))
     leaves = InMemory(start, flat, flat_statistics("fisher", start, list(flat), fishers))

@@ -17,7 +17,10 @@ from .parts.merger import UNKNOWN, Mapped, Merger, Rule, merged, vector_function
 def magmax(base: Params, experts: Experts, *, coef: float) -> Params:
     """θ₀ + γ τ, τ = Δ_i of ``i = argmax_i |Δ_i|`` in every coordinate; of two opposite ones the positive.
 
-    Args: experts: {name: tree} or a list of trees; coef: γ, finite.
+    Args:
+        experts: {name: tree} or a list of trees.
+        coef: γ, finite.
+
     Returns: a new tree of base's structure and dtypes; non-floating leaves are base's.
     Raises: ValueError that lists every problem of values, structure and shapes.
     Source: Marczak et al., "MagMax: leveraging model merging for seamless continual learning", 2024.

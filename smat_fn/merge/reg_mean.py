@@ -53,7 +53,10 @@ def reg_mean(
 def reg_mean_vector(
     base: Params, experts: Experts, grams: Experts, *, scale: float = 0.9, others: Others = "mean"
 ) -> Leaves:
-    """τ, or the mean: flat, floating-point leaves only, for `apply_vector`."""
+    """τ, or the mean: flat, floating-point leaves only, for `apply_vector`.
+
+    Args: as `reg_mean`.
+    """
     start, flat = check(base, experts, [*scale_problems(scale), *other_problems(others, ())])
     leaves = InMemory(start, flat, flat_statistics("gram", start, list(flat), grams))
     return vector_by_rule(RegMean(scale=scale, others=others).rule(leaves), start, flat)

@@ -10,7 +10,10 @@ from .parts.merger import Mapped, Merger, Rule, merged, vector_function
 def wise_ft(base: Params, experts: Experts, *, coef: float) -> Params:
     """(1 − γ) θ₀ + γ θ₁, computed as θ₀ + γ (θ₁ − θ₀), rounded once to base's dtypes.
 
-    Args: experts: {name: tree} or a list, of one tree; coef: γ, finite; 0 gives base.
+    Args:
+        experts: {name: tree} or a list, of one tree.
+        coef: γ, finite; 0 gives base.
+
     Returns: a new tree of base's structure; non-floating leaves are base's.
     Raises: ValueError that lists every problem of values, structure and shapes, and for more than one expert.
     Source: Wortsman et al., "Robust fine-tuning of zero-shot models", 2022.

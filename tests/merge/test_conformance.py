@@ -1,5 +1,7 @@
 """What every merger owes: a file of mergers without an entry in ``RUNS`` fails."""
 
+import inspect
+import re
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -509,6 +511,17 @@ def test_a_merger_is_its_vector_applied(name, family):
     assert all(leaf.dtype == torch.float32 for leaf in vector.values())
     assert set(vector) == {path for path, leaf in base.items() if leaf.is_floating_point()}
     same(merge.apply_vector(base, vector, coef=0.5), ALL[name](base, experts, KEY))
+
+
+MADE = [kind for kind in (*merge.MERGERS, *merge.MORE_MERGERS) if "__signature__" in vars(kind.function)]
+
+
+@pytest.mark.parametrize("kind", MADE, ids=lambda kind: kind.name)
+def test_the_help_of_a_vector_explains_its_options(kind):
+    text = inspect.getdoc(kind.function)
+    explained = {name for line in re.findall(r"^    (\w[\w, ]*): ", text, flags=re.M) for name in line.split(", ")}
+    assert set(inspect.signature(kind.function).parameters) <= explained | {"base", "experts"}
+    assert "coef" not in explained
 
 
 @every_vector

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import partial
-from inspect import Parameter, Signature, signature
+from inspect import Parameter, Signature, getdoc, signature
+from sys import modules
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
@@ -316,6 +317,10 @@ def vector_function(kind: type[Merger], **defaults: Any) -> Callable[..., Leaves
     own = kind.__module__.rpartition(".")[2]
     vector.__name__ = vector.__qualname__ = f"{own}_vector"
     vector.__doc__ = f"The merged task vector of `{own}`: flat, floating-point leaves only, for `apply_vector`."
+    whole = getdoc(vars(modules[kind.__module__]).get(own, vector)) or ""  # of the merger's own function
+    lines = whole.partition("Args:\n")[2].partition("\n\n")[0].splitlines()
+    if lines := [line for line in lines if not line.startswith("    coef: ")]:
+        vector.__doc__ = "\n".join([f"{vector.__doc__}\n\nArgs:", *lines])
     vector.__module__, vector.__signature__ = kind.__module__, own_signature  # type: ignore[attr-defined]
     kind.function = staticmethod(vector)
     return vector
