@@ -130,7 +130,20 @@ def with_keys(update: Callable[[Tensor, Any, Batch], Any], like: Params) -> Call
     # the base itself is not kept
     tops, names = frozenset(like) if isinstance(like, Mapping) else None, frozenset(tree.flatten(like))
 
-    def run(key: Tensor, state: Any, batch: Batch) -> Any:
+    def run(key: Tensor, state: Any, batch: Batch) -> tuple[Any, Any]:
+        """One optimizer step.
+
+        Args:
+            key: the run key, int64 (2,), the same at every step: the step number is folded in.
+            state: returned by ``init``, or by the step before.
+            batch: one batch of any type, or a list of `smat_fn.types.Micro`: a mean over them by their weights.
+
+        Returns:
+            (the next state, the method's Info).
+
+        Raises:
+            ValueError: for a key, a state or micro-batches of another kind, and for a state of other parameters.
+        """
         random.check_key(key)
         if not hasattr(state, "opt_state"):
             raise ValueError(f"state is a {type(state).__name__}: give what the method's init or update returned")
@@ -148,6 +161,7 @@ def with_keys(update: Callable[[Tensor, Any, Batch], Any], like: Params) -> Call
         given = [Micro(Keyed(part, key, state.step, i), weight) for i, (part, weight) in enumerate(parts)]
         return update(key, state, given)
 
+    run.__name__ = run.__qualname__ = "update"
     return run
 
 

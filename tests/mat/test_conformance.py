@@ -195,7 +195,10 @@ def test_a_method_file_has_state_info_and_build(name):
     module = importlib.import_module(f"smat_fn.mat.{name}")
     assert module.State._fields[:3] == ("params", "opt_state", "step")
     assert {"loss", "grad_norm"} <= set(module.Info._fields)
-    assert isinstance(module.build(regression, optim.adam(0.1), parameters()), Method)
+    built = module.build(regression, optim.adam(0.1), parameters())
+    assert isinstance(built, Method)
+    assert built.update.__name__ == "update"
+    assert "Args:" in built.update.__doc__
     assert "Source:" in module.build.__doc__
     assert "Raises:" in module.build.__doc__
 
