@@ -1,4 +1,4 @@
-"""Gradients at simulated states, for every placement of theta_0 and theta~, and for an external backward pass too."""
+"""Gradients at simulated states, for every placement of theta_0 and theta~."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias, cast, get_args
@@ -16,11 +16,11 @@ from ..types import Aux, Batch, Engine, LossFn, Offload, Params, Where
 from .offload.rebuild import blocks, rebuilding
 from .offload.storage import BaseBuffer, ResidentBase, StreamedBase, flat, read_in_place
 from .step import Gradient, accumulate
-from .weights import SimulatedWeights, empty, place
+from .weights import empty, place
 
 __all__ = [
-    "Composed", "EitherGradient", "Result", "SimulatedGradient", "SimulatedWeights", "either_gradient",
-    "offload_problems", "simulated_gradient",
+    "Composed", "EitherGradient", "Result", "SimulatedGradient", "either_gradient", "offload_problems",
+    "simulated_gradient",
 ]  # fmt: skip
 
 Result = tuple[Tensor, Aux, Params]

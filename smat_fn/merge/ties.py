@@ -75,7 +75,7 @@ def votes(total: Tensor) -> Tensor:
 
 
 def _agreeing(deltas: Sequence[Tensor], sign: Tensor, *, mean: bool) -> Tensor:
-    """`agreeing` of finite numbers, without comparisons: s Σ max(s δ̂_i, 0)."""
+    """s Σ max(s δ̂_i, 0): the sum, or mean, of the entries whose sign is ``sign``, for finite numbers."""
     total, count = torch.zeros_like(sign), torch.zeros_like(sign)
     for delta in deltas:
         agrees = (delta * sign).relu_()

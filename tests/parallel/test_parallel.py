@@ -12,7 +12,9 @@ import torch
 from smat_fn import draw, optim, parallel, random, reweight, simulate, value_and_grad, where
 from smat_fn.data.batching import split_rows
 from smat_fn.grad import ModuleLoss, with_master_weights
-from smat_fn.mat import finetune, simulated
+from smat_fn.mat import finetune
+from smat_fn.mat import weights as of_weights
+from smat_fn.mat.weights import SimulatedWeights
 from smat_fn.parallel import ALONE, replicas, world
 from smat_fn.types import Micro
 
@@ -120,18 +122,19 @@ def test_weights_of_others_are_theirs_again_after_running_out_of_memory(switch, 
     weights = {path: p.detach().clone() for path, p in module.named_parameters()}
     base = {path: leaf + 0.5 for path, leaf in weights.items()}
     places = {path: p.data_ptr() for path, p in module.named_parameters()}
-    drawn, into = draw(KEY, **STRENGTHS), simulated.simulate
+    drawn, into = draw(KEY, **STRENGTHS), of_weights.simulate
 
     def half(params, *args, out, **options):
         into(params, *args, out=out, **options)  # all is written, as far as the weights go
         raise torch.OutOfMemoryError("no more")
 
-    own = simulated.SimulatedWeights(dict(module.named_parameters()), base, switch=switch)
+    own = SimulatedWeights(dict(module.named_parameters()), base, switch=switch)
     at = own.at if switch else lambda drawn: parallel.simulated_shards(module, base, drawn)
     with monkeypatch.context() as patch:
         if inside:
-            patch.setattr(simulated, "simulate", half)
+            patch.setattr(of_weights, "simulate", half)
         with pytest.raises(torch.OutOfMemoryError), at(drawn):
+            assert not inside, "the block was entered"
             half({}, {}, drawn, out={})
     for path, p in module.named_parameters():
         assert torch.equal(p, weights[path])
@@ -347,7 +350,7 @@ def test_parameters_of_which_a_process_holds_a_part_are_no_parameters_of_a_metho
     try:
         spread = {"w": distribute_tensor(torch.ones(2, 2), init_device_mesh("cpu", (1,)))}
         with pytest.raises(ValueError, match=r"parameters are DTensors \(w\): use smat_fn.parallel.simulated_shards"):
-            simulated.SimulatedWeights(spread, {"w": torch.ones(2, 2)})
+            SimulatedWeights(spread, {"w": torch.ones(2, 2)})
         own = finetune.build(lambda params, batch: ((params["w"] ** 2).sum(), None), optim.adam(1e-2), spread)
         with pytest.raises(ValueError, match=r"'w' is a DTensor, of which a process holds a part: give parallel.Shard"):
             own.init(spread)
@@ -365,7 +368,7 @@ def test_parameters_of_fsdp1_are_refused(original):
         module = FullyShardedDataParallel(worker.model(), use_orig_params=original, device_id=torch.device("cpu"))
         params = dict(module.named_parameters())
         base = {path: p.detach().clone() for path, p in params.items()}
-        for use in (lambda: simulated.SimulatedWeights(params, base), lambda: parallel.base_shards(module)):
+        for use in (lambda: SimulatedWeights(params, base), lambda: parallel.base_shards(module)):
             with pytest.raises(ValueError, match=r"FSDP1 owns the storage of .*: shard by FSDP2"):
                 use()
     finally:

@@ -21,7 +21,7 @@ from smat_fn.config import Finetune, Smat, Training
 from smat_fn.data.batching import split_rows
 from smat_fn.grad import ModuleLoss, value_and_grad, with_master_weights
 from smat_fn.mat import asam, finetune, l2sp, mergopt, msam, orthoreg, smat
-from smat_fn.mat.simulated import SimulatedWeights
+from smat_fn.mat.weights import SimulatedWeights
 from smat_fn.parallel import World, replicas
 from smat_fn.scripts.train import snapshots
 from smat_fn.scripts.train.options import RunOptions
