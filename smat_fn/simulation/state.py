@@ -182,6 +182,20 @@ def draw_problems(
     return problems
 
 
+def _field_problems(draw: Draw) -> list[str]:
+    """Errors for fields that a caller replaced by others than tensors, or by a noise table of another size or dtype."""
+    problems = [
+        f"{name} of the draw is {value!r}, must be a 0-d tensor: draw._replace({name}=torch.tensor(...))"
+        for name, value in (("scale", draw.scale), ("sigma", draw.sigma))
+        if not (isinstance(value, Tensor) and not value.ndim)
+    ]
+    table = draw.noise
+    if not isinstance(table, Tensor) or table.dtype != torch.float32 or table.shape not in ((0,), (65536,)):
+        found = f"{table.dtype} {tuple(table.shape)}" if isinstance(table, Tensor) else repr(table)
+        problems.append(f"noise of the draw is {found}, must be float32 (65536,), or empty for uniform noise")
+    return problems
+
+
 def of_leaves(draw: Draw, paths: Iterable[str]) -> Draw:
     """A draw for a part of a tree: with the factors of these leaves alone."""
     return draw._replace(factors={path: draw.factors[path] for path in paths if path in draw.factors})
@@ -367,7 +381,7 @@ def materialise(draw: Draw, like: Params, *, where: Where | None = None) -> tupl
     Returns:
         (mask, noise), float32 (float64 for float64 leaves); ``alpha * mask`` is `participation`.
     """
-    unit = draw._replace(scale=torch.ones_like(draw.scale), factors={})
+    unit = draw._replace(scale=torch.ones((), dtype=torch.float32, device=draw.key.device), factors={})
     noise = _shown(like, unit, where, lambda leaves, part: ops.plain.noises(leaves, part.numbers))
     return participation(unit, like, where=where), noise
 
@@ -387,6 +401,8 @@ def parts_of(
     """The leaves of each device and factor of alpha, with the draw there."""
     if not isinstance(draw, Draw):
         raise ValueError(f"draw is a {type(draw).__name__}, must be what smat_fn.draw returns")
+    if problems := _field_problems(draw):
+        raise_problems(problems)
     groups: dict[tuple[torch.device, float], list[str]] = {}
     picks = tree.predicate(where)
     cutoff = random.threshold(draw.drop_prob)

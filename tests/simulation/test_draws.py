@@ -8,7 +8,7 @@ import torch
 
 from smat_fn import random
 from smat_fn.ops import plain
-from smat_fn.simulation import NOISES, draw, materialise, opposite, participation, simulate
+from smat_fn.simulation import NOISES, draw, materialise, opposite, participation, reweight, simulate
 from smat_fn.simulation import noise as noise_tables
 from smat_fn.simulation.noise import quantiles, table_on
 from smat_fn.simulation.state import all_off
@@ -361,3 +361,30 @@ def test_writing_into_out_inside_a_transform_is_refused():
 def test_all_is_off_only_if_each_operation_is():
     assert all_off(1.0, 0.0, 0.0)
     assert not any(all_off(*strengths) for strengths in ((0.5, 0.0, 0.0), (1.0, 0.5, 0.0), (1.0, 0.0, 1e-9)))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("scale", 0.25, r"scale of the draw is 0\.25, must be a 0-d tensor: draw\._replace\(scale=torch\.tensor"),
+        ("sigma", 0.1, r"sigma of the draw is 0\.1, must be a 0-d tensor"),
+        ("scale", torch.ones(2), r"scale of the draw is tensor\(\[1\., 1\.\]\), must be a 0-d tensor"),
+        ("noise", torch.zeros(100), r"noise of the draw is torch\.float32 \(100,\), must be float32 \(65536,\)"),
+        ("noise", torch.zeros(65536).double(), r"noise of the draw is torch\.float64 \(65536,\), must be float32"),
+        ("noise", 0.1, r"noise of the draw is 0\.1, must be float32"),
+    ],
+)
+def test_a_replaced_field_of_another_kind_is_an_error(field, value, said):
+    params = {"w": torch.zeros(3)}
+    drawn = draw(random.key(3), alpha_min=0.2, drop_prob=0.5, sigma=0.1)._replace(**{field: value})
+    for use in (lambda: simulate(params, params, drawn), lambda: reweight(params, drawn)):
+        with pytest.raises(ValueError, match=said):
+            use()
+
+
+def test_a_replaced_table_is_the_noise_of_the_draw():
+    params = {"w": torch.zeros(100_000)}
+    table = torch.linspace(-1, 1, 65536)
+    drawn = draw(random.key(3), alpha_min=1.0, drop_prob=0.0, sigma=0.5)._replace(noise=table)
+    fields = random.bits(random.leaf_streams(drawn.key, ["w"])[1, 0], 100_000)
+    assert torch.equal(simulate(params, params, drawn)["w"], 0.5 * table[fields])
