@@ -28,7 +28,7 @@ class SimulatedWeights:
     Args:
         parameters: the tensors by name; FSDP2's are the local shards.
         base: theta_0 by name.
-        where: the masked set S.
+        where: the masked set S; None masks every parameter, unlike in `of`.
         starts: name -> index of the tensor's first coordinate in the full leaf, for shards.
         switch: True switches the parameters' storage to one buffer; False writes theta~ into their storage, which
             other code may own, and keeps a copy of theta.
@@ -83,7 +83,7 @@ class SimulatedWeights:
             module: before it is wrapped, or wrapped by torch.compile, DataParallel or DistributedDataParallel.
             base: theta_0 by name, which may hold more than the trained parameters; None: a copy of these as they are
                 now, so before a checkpoint of a run that is resumed is loaded.
-            where: the masked set; None: `smat_fn.where.block_linear` of the module.
+            where: the masked set; None: `smat_fn.where.block_linear` of the module, unlike in the class and `simulate`.
 
         Raises:
             ValueError: On construction: as the class; no trained parameter, sparse gradients, an embedding that
@@ -157,7 +157,8 @@ class SimulatedWeights:
                 f"gradients of {', '.join(shortened(added, '{} more'))} were not cleared before the first block of a "
                 "draw: a backward pass in the block was added to them, and reweighting would multiply both. Call "
                 "module.zero_grad(), since an optimizer clears only the parameters that it holds, or freeze what is "
-                "not trained (requires_grad_(False)); run other backward passes after reweight_grads"
+                "not trained (requires_grad_(False)); run other backward passes after reweight_grads. For several draws in "
+                "one step, take each gradient by torch.autograd.grad, call states.reweight(grads, drawn), and add them"
             )
         self._passed = drawn
         written = any(_version(ended[path]) != begun[path][1] for path in same)

@@ -7,7 +7,17 @@ import pytest
 import torch
 from torch import nn
 
-from smat_fn import Schedule, SimulatedWeights, draw, random, simulate, tree
+from smat_fn import (
+    ModuleLoss,
+    Schedule,
+    SimulatedWeights,
+    draw,
+    random,
+    reweight,
+    simulate,
+    tree,
+    value_and_grad,
+)
 from smat_fn.mat import smat
 from smat_fn.simulation import opposite
 from smat_fn.testing import assert_trees_equal
@@ -216,6 +226,31 @@ def test_gradients_of_other_passes_are_told(order):
         with states.at(drawn):
             squares(module, BATCH)[0].backward()
     states.reweight_grads(drawn)
+
+
+def test_several_draws_in_a_step_give_the_mean_of_their_reweighted_gradients():
+    module = net()
+    leaves, where = dict(module.named_parameters()), block_linear(module)
+    base = {name: leaf + 0.1 for name, leaf in copies(module).items()}
+    states, draws = SimulatedWeights.of(module, base=base), [SCHEDULE.drawn(KEY, step) for step in (1, 3)]
+    with states.at(draws[0]):
+        squares(module, BATCH)[0].backward()
+    states.reweight_grads(draws[0])
+    with pytest.raises(ValueError, match=r"several draws in one step, .* torch\.autograd\.grad"), states.at(draws[1]):
+        squares(module, BATCH)[0].backward()
+    module.zero_grad()
+    states, found, wanted = SimulatedWeights.of(module, base=base), [], []
+    for drawn in draws:
+        with states.at(drawn):
+            grads = dict(zip(leaves, torch.autograd.grad(squares(module, BATCH)[0], leaves.values()), strict=True))
+        states.reweight(grads, drawn)
+        found.append(grads)
+        merged = simulate(copies(module), base, drawn, where=where)
+        gradient = value_and_grad(ModuleLoss(module, squares))(merged, BATCH)[1]
+        wanted.append(reweight(gradient, drawn, where=where))
+    mean = {name: sum(grads[name] for grads in wanted) / 2 for name in leaves}
+    assert_trees_equal({name: sum(grads[name] for grads in found) / 2 for name in leaves}, mean)
+    assert all(leaf.grad is None for leaf in leaves.values())
 
 
 @pytest.mark.parametrize("to_none", [True, False])
