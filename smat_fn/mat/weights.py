@@ -157,8 +157,9 @@ class SimulatedWeights:
                 f"gradients of {', '.join(shortened(added, '{} more'))} were not cleared before the first block of a "
                 "draw: a backward pass in the block was added to them, and reweighting would multiply both. Call "
                 "module.zero_grad(), since an optimizer clears only the parameters that it holds, or freeze what is "
-                "not trained (requires_grad_(False)); run other backward passes after reweight_grads. For several draws in "
-                "one step, take each gradient by torch.autograd.grad, call states.reweight(grads, drawn), and add them"
+                "not trained (requires_grad_(False)); run other backward passes after reweight_grads. For several "
+                "draws in one step take each gradient by torch.autograd.grad, call states.reweight(grads, drawn), and add "
+                "them"
             )
         self._passed = drawn
         written = any(_version(ended[path]) != begun[path][1] for path in same)
