@@ -454,6 +454,9 @@ def test_all_after_a_kill_keeps_what_is_done(hub, call, tmp_path):
     assert [call("wa", *plain)[1], call("ta", *words)[1]] == [None, None]
     printed, code = call("all", *words)
     assert code is None
+    note, printed = printed.split("\n", 1)
+    assert note == "note: no expert names a preset, so settings are of digits: drop_prob of della is 0.1 (lm: 0.5)"
+    assert not call("all", *words, "--preset", "digits")[0].startswith("note: ")
     kept, others = printed.split(done)[:2], printed.split(done)[2]
     assert kept == [f"kept: {tmp_path / merger}: " for merger in ("wa", "ta")]
     mergers = "ties", "dare", "della"
