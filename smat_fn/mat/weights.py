@@ -158,8 +158,8 @@ class SimulatedWeights:
                 "draw: a backward pass in the block was added to them, and reweighting would multiply both. Call "
                 "module.zero_grad(), since an optimizer clears only the parameters that it holds, or freeze what is "
                 "not trained (requires_grad_(False)); run other backward passes after reweight_grads. For several "
-                "draws in one step take each gradient by torch.autograd.grad, call states.reweight(grads, drawn), and add "
-                "them"
+                "draws in one step take each gradient by torch.autograd.grad, call states.reweight(grads, drawn), and "
+                "add them"
             )
         self._passed = drawn
         written = any(_version(ended[path]) != begun[path][1] for path in same)
