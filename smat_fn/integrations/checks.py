@@ -23,6 +23,7 @@ from ..types import Predicate
 _OWN_LOOPS = "PPOTrainer", "OnlineDPOTrainer", "NashMDTrainer", "XPOTrainer"  # TRL: no training_step or compute_loss
 _INSIDE_BACKWARD = "LayerWiseDummyOptimizer", "Lomo", "AdaLomo"
 _SAMPLED = 64  # values of a parameter by which another theta_0 is recognised
+_BEFORE = {"alpha_max": 1.0, "factors": {}, "antithetic": False}  # in records that lack them
 _NAMES = {"masked": "hash of the masked parameters", "theta_0": "hash of theta_0"}  # in errors
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
@@ -42,8 +43,10 @@ def record(
     for path, leaf in sorted(base.items()):
         masked.update(f"{path}:{bool(where(path, leaf))};".encode())
     # JSON cannot hold numbers of numpy
-    numbers = {name: float(getattr(schedule, name)) for name in ("alpha_min", "drop_prob", "sigma")}
-    settings = {**numbers, "period": schedule.period, "noise": schedule.noise}
+    numbers = {name: float(getattr(schedule, name)) for name in ("alpha_min", "drop_prob", "sigma", "alpha_max")}
+    factors = {path: float(factor) for path, factor in (schedule.factors or {}).items()}
+    settings: dict[str, Any] = {"period": schedule.period, "noise": schedule.noise, "antithetic": schedule.antithetic}
+    settings |= {**numbers, "factors": factors}
     return {"key": key.tolist(), **settings, "masked": masked.hexdigest(), "theta_0": hash_of(samples)}
 
 
@@ -94,11 +97,15 @@ def hash_of(samples: Mapping[str, bytes]) -> str:
 
 def resume_problems(stored: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[str]:
     """Errors for a checkpoint of a run with other settings or another theta_0; None: it was not SMAT's."""
-    found = [
-        f"{_NAMES.get(name, name)} was {stored[name]} when the checkpoint was saved, is {value}"
-        for name, value in now.items()
-        if stored is not None and stored.get(name, value) != value
-    ]
+    found = (
+        []
+        if stored is None
+        else [
+            f"{_NAMES.get(name, name)} was {before} when the checkpoint was saved, is {value}"
+            for name, value in now.items()
+            if (before := stored.get(name, _BEFORE.get(name, value))) != value
+        ]
+    )
     if found and stored is not None and stored.get("theta_0") != now["theta_0"]:
         found.append(
             "theta_0 is a copy of the weights at attach: build the model as before, from the same pretrained weights "
@@ -222,6 +229,14 @@ def gradient_problems(leaves: Mapping[str, nn.Parameter]) -> list[str]:
     return []
 
 
+def factor_problems(schedule: Schedule, leaves: Mapping[str, Tensor]) -> list[str]:
+    """The error for factors of alpha that name no trained parameter."""
+    if unknown := [path for path in schedule.factors or {} if path not in leaves]:
+        few = ", ".join(errors.shortened(unknown, "{} more"))
+        return [f"factors of alpha name {few}, which are not trained parameters of the model: leave them out"]
+    return []
+
+
 def describe(schedule: Schedule, leaves: Mapping[str, Tensor], where: Predicate) -> str:
     """One line: which steps, which operations, and which parameters are masked."""
     if schedule.off:
@@ -231,7 +246,9 @@ def describe(schedule: Schedule, leaves: Mapping[str, Tensor], where: Predicate)
     kinds = Counter(_NUMBER.sub("*", path) for path in masked)
     names = [f"{kind} ({count})" if count > 1 else kind for kind, count in kinds.items()]
     sizes = [sum(p.numel() for p in part.values()) for part in (masked, leaves)]
-    parts = [f"Scale alpha from {schedule.alpha_min} to 1" if schedule.alpha_min != 1 else "Scale off"]
+    off = schedule.alpha_min == schedule.alpha_max == 1
+    parts = ["Scale off" if off else f"Scale alpha from {schedule.alpha_min} to {schedule.alpha_max:g}"]
+    parts += [f"times a factor in {len(schedule.factors)} parameters"] if schedule.factors else []
     if schedule.drop_prob:
         parts.append(
             f"Mask removes coordinates with probability {schedule.drop_prob} in {len(masked)} of {len(leaves)} trained "
@@ -240,7 +257,8 @@ def describe(schedule: Schedule, leaves: Mapping[str, Tensor], where: Predicate)
     else:
         parts.append("Mask off")
     parts.append(f"Perturb {schedule.noise} noise of RMS {schedule.sigma}" if schedule.sigma else "Perturb off")
-    return f"SMAT simulates {every}: {'; '.join(parts)}"
+    pairs = ", in antithetic pairs" if schedule.antithetic else ""
+    return f"SMAT simulates {every}{pairs}: {'; '.join(parts)}"
 
 
 def class_problems(trainer: Any) -> list[str]:

@@ -149,6 +149,7 @@ class Attached:
         else:
             found = trained.changes(self._own, leaves, "at attach")
             problems += found + (["freeze, unfreeze and resize before attach"] if found else [])
+        problems += checks.factor_problems(self._schedule, leaves)
         errors.raise_problems(problems + mask_problems(where, leaves, self._schedule.drop_prob))
         self._text = checks.describe(self._schedule, leaves, where)
         return leaves
@@ -376,6 +377,9 @@ def attach(
     sigma: float = 2e-3,
     period: int = 4,
     noise: Noise = "uniform",
+    alpha_max: float = 1.0,
+    factors: Mapping[str, float] | None = None,
+    antithetic: bool = False,
 ) -> Attached:
     r"""Train by SMAT in a ``transformers.Trainer``, which still does everything else.
 
@@ -399,7 +403,7 @@ def attach(
             resumed, these are the pretrained ones), or as ``model_init`` makes them; "host": the same copy in (pinned)
             host memory, bit-identical, moved during clean steps into the one buffer that becomes theta~.
         where: the masked set; None: `smat_fn.where.block_linear` of the model.
-        alpha_min, drop_prob, sigma, period, noise: as in `smat_fn.mat.smat.build`.
+        alpha_min, drop_prob, sigma, period, noise, alpha_max, factors, antithetic: as of `smat_fn.Schedule`.
 
     Returns:
         A handle with ``detach()``.
@@ -410,7 +414,8 @@ def attach(
             backward pass or lack a parameter, trainers with a loop of their own, or trained before; in training, other
             parameters, weights that changed before its first step, a base that was written to, or another run.
 
-    Source: paper sections 4.1 to 4.3. Memory: theta_0 and theta~ beside the model; theta~ alone with "host".
+    Source: paper sections 4.1 to 4.3; alpha_max, factors and antithetic are not in it. Memory: theta_0 and theta~
+    beside the model; theta~ alone with "host".
     """
     hyper: dict[str, Any] = {
         "alpha_min": alpha_min,
@@ -418,6 +423,9 @@ def attach(
         "sigma": sigma,
         "period": period,
         "noise": noise,
+        "alpha_max": alpha_max,
+        "factors": factors,
+        "antithetic": antithetic,
     }
     problems = errors.problems_of(Schedule, **hyper) + checks.key_problems(key)
     problems += errors.problems_of(tree.predicate, where)

@@ -103,6 +103,31 @@ class Squares(nn.Sequential):
         return {"loss": ((super().forward(x) - y) ** 2).mean()}
 
 
+def test_options_beyond_the_papers_are_those_of_build(tmp_path, caplog):
+    factors = {"model.layers.0.mlp.up_proj.weight": 0.5}
+    more = {"alpha_max": 1.5, "antithetic": True}
+    expected = by_build(tiny_llama(), alpha_depth=factors, **more)
+    trainer = own_trainer(tiny_llama(), tmp_path)
+    attach(trainer, key=KEY, factors=factors, **STRENGTHS | more)
+    with caplog.at_level(logging.INFO):
+        trainer.train()
+    assert same(trainer.model, expected)
+    assert not same(trainer.model, by_build(tiny_llama()))
+    said = f"Scale alpha from {STRENGTHS['alpha_min']} to 1.5; times a factor in 1 parameters; Mask"
+    assert [line for line in caplog.messages if "in antithetic pairs: " in line and said in line]
+    record = trainer.state.stateful_callbacks["smat_fn"]
+    plain = {name: value for name, value in record.items() if name not in ("alpha_max", "factors", "antithetic")}
+    assert checks.resume_problems(plain, record)[:3] == [
+        "antithetic was False when the checkpoint was saved, is True",
+        "alpha_max was 1.0 when the checkpoint was saved, is 1.5",
+        f"factors was {{}} when the checkpoint was saved, is {factors}",
+    ]
+    assert checks.resume_problems(json.loads(json.dumps(record)), record) == []
+    other = own_trainer(tiny_llama(), tmp_path)
+    with pytest.raises(ValueError, match="factors of alpha name mlp, which are not trained parameters of the model"):
+        attach(other, key=KEY, factors={"mlp": 0.5}, **STRENGTHS)
+
+
 def test_the_hook_takes_the_literal_steps_that_shards_of_fsdp2_take(tmp_path):
     batches = [dict(zip("xy", (part.float() for part in worker.batch(step)), strict=True)) for step in range(STEPS)]
     trainer = trainer_of(
