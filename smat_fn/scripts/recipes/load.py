@@ -56,7 +56,8 @@ def fields_of(file: Path, kind: str) -> dict[str, Any]:
     if _values(found, {}) > _MOST:
         raise ValueError(f"{file}: its aliases (*name) stand for more than {_MOST:,} values: write what they stand for")
     if not isinstance(found, dict):
-        raise ValueError(f"{file} holds a {type(found).__name__}, must be the fields of {kind}")
+        held = "nothing" if found is None else f"a {type(found).__name__}"
+        raise ValueError(f"{file} holds {held}, must be the fields of {kind}")
     return found
 
 

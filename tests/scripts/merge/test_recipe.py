@@ -325,6 +325,7 @@ REFUSALS = {
     "holds several documents: write each to its own file": "name: first\n---\nmerge_method: slerp\n",
     "models have equal names among": SHARED | {"models": [{"model": "A"}, {"model": "B/../A"}]},
     "holds a list": "[1]",
+    "holds nothing": "# later\n",
     "normalize is given twice": "parameters: {normalize: true, weight: 1, normalize: false}",
     "parameters.normalize is the text 'false': write false without quotes": SHARED
     | {"merge_method": "ties", "parameters": {"normalize": "false"}},
