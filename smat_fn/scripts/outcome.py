@@ -1,4 +1,4 @@
-"""``--quiet`` and ``--json``, options of every command: no progress on stderr; results as one JSON object."""
+"""Output of a command: lines of text; ``--quiet``, no progress on stderr; ``--json``, one JSON object."""
 
 import json
 import os
@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from .. import progress
+from ..errors import printable
 
 WORDS = "--quiet", "--json"
 HELPS = frozenset({"-h", "--help", "--help-all"})
@@ -28,6 +29,11 @@ def add(kind: str, fact: Any) -> None:
     """
     if (facts := _facts.get()) is not None:
         facts.setdefault(kind, []).append(fact)
+
+
+def line(text: str) -> None:
+    """Print a result or a note, with control characters of paths and input files as text."""
+    print(printable(text), flush=True)
 
 
 def called(words: Sequence[str], call: Callable[[list[str]], None]) -> None:

@@ -71,7 +71,7 @@ def command(compute: Callable[[Any], "Result"], options: type[Shared]) -> Comman
         outcome.add("tables", {"title": title, "columns": list(columns), "rows": [list(row) for row in rows]})
         if args.out:
             for path in write(args.out, result):
-                print(f"{path.suffix[1:]}: {path}")
+                outcome.line(f"{path.suffix[1:]}: {path}")
                 outcome.add("written", path)
 
     return main, options

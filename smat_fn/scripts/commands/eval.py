@@ -59,7 +59,7 @@ def main(args: Eval) -> None:
 
     from smat_fn.checkpoint import write_bytes
     from smat_fn.config import preset_of
-    from smat_fn.errors import printable, raise_problems
+    from smat_fn.errors import raise_problems
     from smat_fn.evaluate.scoring import shares_note
     from smat_fn.folders.files import identity
     from smat_fn.report.plots import check_colours, main_plot
@@ -75,7 +75,7 @@ def main(args: Eval) -> None:
         implied = {"name": (preset := preset_of(args.preset)).suite, **preset.options}
     folders = evaluation.find_checkpoints(args.checkpoints)
     for note in evaluation.lacking_experts(args.checkpoints):
-        print(printable(f"note: {note}"))
+        outcome.line(f"note: {note}")
     if args.plot:
         check_colours(manifest["label"] for manifest in evaluation.manifests_of(folders).values())
     options = cli.with_named(args.suite_options, model=args.model, data=args.data)
@@ -85,24 +85,24 @@ def main(args: Eval) -> None:
         folders, split=args.split, options=options, implied=implied, keep=args.out, recipes=recipes, report=print
     )
     if note := shares_note(row.score for row in rows):
-        print(printable(f"note: {note}"))
+        outcome.line(f"note: {note}")
     table = main_table(rows, split=args.split)
     show(terminal(table))
     for row in rows:
         outcome.add("scores", vars(row))
     if args.out:
         if identity(file := args.out / evaluation.RESULTS) != before:  # only the cache of scores is shared
-            print(
+            outcome.line(
                 f"note: replaces {file}, which another evaluation wrote meanwhile: rerun with the checkpoints of both"
             )
         evaluation.write_report(args.out, rows, table, checkpoints=folders, recipes=recipes)
-        print(f"results: {args.out}")
+        outcome.line(f"results: {args.out}")
         outcome.add("written", args.out)
     if args.plot:
         write_bytes(args.plot, main_plot(table, title=f"{args.split} score, mean over tasks"))
-        print(f"plot: {args.plot}")
+        outcome.line(f"plot: {args.plot}")
         outcome.add("written", args.plot)
-    print(printable(verdict := evaluation.verdict(table)))
+    outcome.line(verdict := evaluation.verdict(table))
     outcome.add("verdict", verdict)
 
 

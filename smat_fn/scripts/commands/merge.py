@@ -230,7 +230,6 @@ def main(args: Merge) -> None:
     _check_inputs(args)
     import torch
 
-    from smat_fn.errors import printable
     from smat_fn.merge import CALIBRATION_COEFS
     from smat_fn.merge.parts.masked import of_all_tasks
     from smat_fn.scripts.merge.inputs import all_inputs, manifests_of, sigma_note, trained_by, weight_of, weighted
@@ -272,14 +271,14 @@ def main(args: Merge) -> None:
         rows = rows_of(base, experts, vocabulary=own.vocabulary, heads=heads, tokenizer_from=tokens, method="experts")
     unnamed = args.choice.preset is None and not any(own.get("preset") for own in manifests.values())
     for note in filter(None, [sigma_note(manifests), assumed_note(args, preset) if unnamed else ""]):
-        print(printable(f"note: {note}"), flush=True)
+        outcome.line(f"note: {note}")
     for line in merge(args, preset, configs, base, experts):
-        print(printable(line), flush=True)
+        outcome.line(line)
     if plot and not args.output.dry_run:
         # a merge on disk has no curve, and that of a part perhaps no folder yet
         searched = configs if args.choice.search else []
         picture(plot, rows, [args.output.out / config.name for config in searched])
-        print(f"plot: {plot}")
+        outcome.line(f"plot: {plot}")
         outcome.add("written", plot)
 
 

@@ -47,5 +47,5 @@ def report(options: Report) -> None:
         facts=found.facts,
         extra=found.analyses,
     )
-    print(f"report: {page}")
+    outcome.line(f"report: {page}")
     outcome.add("written", page)

@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ...errors import printable
 from .. import outcome
 from ..cli import Command
 from .settings import (
@@ -31,11 +30,11 @@ def verify(args: Verify) -> None:
     count, problems = verify(args.path)
     outcome.add("verified", {"path": args.path, "files": count, "changed": len(problems)})
     for problem in problems:
-        print(printable(problem))
+        outcome.line(problem)
         outcome.add("problems", problem)
     if problems:
         raise ValueError(f"{len(problems)} of {count} files differ from the hashes stored in {args.path}")
-    print(f"{count} {'file has the hash' if count == 1 else 'files have the hashes'} stored in {args.path}")
+    outcome.line(f"{count} {'file has the hash' if count == 1 else 'files have the hashes'} stored in {args.path}")
 
 
 def export(args: Export) -> None:
@@ -62,9 +61,9 @@ def export(args: Export) -> None:
     )
     rounded = rounding(report.rounding_ratio) if report.rounding_ratio else "bit for bit"
     outcome.add("written", args.out)
-    print(f"exported: {args.out}, {size_text(report.bytes)}, {rounded}")
+    outcome.line(f"exported: {args.out}, {size_text(report.bytes)}, {rounded}")
     for note in report.notes:
-        print(printable(f"note: {note}"))
+        outcome.line(f"note: {note}")
 
 
 def extract_lora(args: ExtractLora) -> None:
@@ -77,10 +76,10 @@ def extract_lora(args: ExtractLora) -> None:
     torch.set_num_threads(args.threads)
     if (made := extract(args)) is None:
         outcome.add("kept", args.out)
-        print(f"kept: {args.out}: already finished")
+        outcome.line(f"kept: {args.out}: already finished")
         return
     for line in summary(made, linear_only=args.linear_only):
-        print(printable(line))
+        outcome.line(line)
     outcome.add("written", args.out)
     for kind in ("whole", "left_out", "skipped"):
         for path in getattr(made, kind):
@@ -88,7 +87,7 @@ def extract_lora(args: ExtractLora) -> None:
     outcome.add("lost", made.lost)
     least, most = min(made.ranks.values()), max(made.ranks.values())
     ranks = f"rank {most}" if least == most else f"ranks {least} to {most}"
-    print(f"extracted: {args.out}, {ranks}, {size_text(made.bytes)}, relative error {made.error:.2e} in all")
+    outcome.line(f"extracted: {args.out}, {ranks}, {size_text(made.bytes)}, relative error {made.error:.2e} in all")
 
 
 def summary(made: "Extracted", *, linear_only: bool) -> Iterator[str]:
@@ -122,17 +121,17 @@ def merge_adapters(args: MergeAdapters) -> None:
     torch.set_num_threads(args.threads)
     if (made := merge(args)) is None:
         outcome.add("merged", {"folder": args.out, "kept": True})
-        print(f"kept: {args.out}: already finished")
+        outcome.line(f"kept: {args.out}: already finished")
         return
     ranks = sorted(set(made.ranks.values()))
     what = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
     if made.partial:
         lacking = _count(made.partial, "module", "modules")
-        print(f"note: {lacking} of some adapters alone, merged from those: {_some(made.partial)}")
+        outcome.line(f"note: {lacking} of some adapters alone, merged from those: {_some(made.partial)}")
     for note in made.notes:
-        print(printable(f"note: {note}"))
+        outcome.line(f"note: {note}")
     outcome.add("merged", {"folder": args.out, "kept": False})
-    print(f"merged: {args.out}, {_count(made.ranks, 'module', 'modules')} of {what}, {size_text(made.bytes)}")
+    outcome.line(f"merged: {args.out}, {_count(made.ranks, 'module', 'modules')} of {what}, {size_text(made.bytes)}")
 
 
 def _count(things: Collection[object], one: str, several: str) -> str:
@@ -176,9 +175,9 @@ def from_recipe(args: FromRecipe) -> None:
         **given,
     )
     for note in found.notes:
-        print(printable(f"note: {note}"))
+        outcome.line(f"note: {note}")
     for line in streaming.run([found.config], order, dry_run=args.dry_run, push=args.push_to_hub, public=args.public):
-        print(printable(line), flush=True)
+        outcome.line(line)
 
 
 def printing(module: str, name: str) -> Callable[[Any], None]:
@@ -189,7 +188,7 @@ def printing(module: str, name: str) -> Callable[[Any], None]:
 
         torch.set_num_threads(args.threads)
         for line in getattr(import_module(module, __package__), name)(args):
-            print(printable(line), flush=True)
+            outcome.line(line)
 
     return run
 
