@@ -446,6 +446,20 @@ def test_factors_by_depth_of_a_unet_are_an_error_that_names_the_way_out(call, tm
     assert [found[name].unique().tolist() for name in names[:3]] == [[pytest.approx(0.2)]] * 2 + [[0.5]]
 
 
+def test_chat_templates_by_the_names_that_recipes_have(hub, call, tmp_path):
+    from transformers import AutoTokenizer
+
+    words = "wa", *inputs(hub), "--overwrite", "--out", tmp_path
+    messages = [{"role": "user", "content": "Hi"}]
+    said, _ = call(*words, "--chat-template", "alpaca")
+    assert said.startswith("note: chat_template alpaca has, as in mergekit, no line break before the last")
+    said, _ = call(*words, "--chat-template", "chatml")
+    assert said.startswith("merged: ")
+    text = AutoTokenizer.from_pretrained(tmp_path / "wa").apply_chat_template(messages, tokenize=False)
+    assert text == "<|im_start|>user\nHi<|im_end|>\n"
+    assert "--chat-template is 'chatML': must be auto" in call(*words, "--chat-template", "chatML")[1]
+
+
 def test_all_after_a_kill_keeps_what_is_done(hub, call, tmp_path):
     plain = [*inputs(hub), "--out", tmp_path, "--shard-size", "4KB"]
     words = [*plain, "--coef", "*=0.3"]
@@ -501,7 +515,7 @@ def test_what_stops_a_merge_is_told_in_one_line(hub, call, tmp_path, monkeypatch
             assert call(*words)[1] == f"merge.py: {larger}{other}"
         assert call(*words, "--shard-size", "1")[1] == f"merge.py: {larger}{other}"  # a file for each parameter
         told = call(*words)[1]
-    assert told.startswith(f"merge.py: the disk of {tmp_path} is full: finished files stay in .ta.merging;")
+    assert said.startswith(f"merge.py: the disk of {tmp_path} is full: finished files stay in .ta.merging;")
     assert not (tmp_path / "ta").exists()
     assert call(*words)[1] is None
     assert call(*words[:-1], "0.6")[1].split("\n") == [

@@ -22,7 +22,6 @@ import faulthandler
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, Union
 
@@ -155,7 +154,8 @@ class Outputs:
     tokenizer_from: Annotated[str | None, NONE] = None
     """Source of the output's tokenizer: base, union, an expert's name, or a folder. Merges embeddings by token."""
     chat_template: Annotated[str | None, NONE] = None
-    """Chat template of the output: auto (the most frequent one of the inputs), a template, or a file with one."""
+    """Chat template of the output: auto (the most frequent one of the inputs), chatml, llama3, alpaca, mistral, a
+    template, or a file with one."""
     plot: Annotated[Path | None, NONE] = None
     """PNG with the experts' updates by block (sizes, cosines, signs) and the dev scores of --search by coefficient."""
     push_to_hub: Annotated[str | None, NONE] = None
@@ -384,7 +384,7 @@ def in_memory(
         sweeps=args.choice.per_layer,
         snapshots=find_snapshots(args.inputs.run, experts) if args.choice.snapshots and args.inputs.run else {},
         lines=args.choice.lines,
-        report=partial(print, flush=True),
+        report=outcome.line,
     )
     return ()
 
@@ -393,7 +393,11 @@ def on_disk(args: Merge, preset: Preset, configs: list[MergerConfig], base: Path
     """Merge folders chunk by chunk, or plan that with --dry-run; yields the printed lines."""
     from smat_fn.folders import chunk_of
     from smat_fn.scripts.merge import streaming
+    from smat_fn.scripts.recipes.templates import NOTES, TEMPLATES
 
+    template = str(args.output.chat_template)
+    if note := NOTES.get(template):
+        outcome.line(f"note: {note}")
     lines, coefs = args.choice.lines, args.choice.coefs
     if args.inputs.into is not None and lines is not None:
         raise ValueError("--lines is not available with --into: leave it out")
@@ -418,7 +422,7 @@ def on_disk(args: Merge, preset: Preset, configs: list[MergerConfig], base: Path
         vocabulary=args.inputs.vocabulary,
         config_from=args.output.config_from,
         tokenizer_from=args.output.tokenizer_from,
-        chat_template=args.output.chat_template,
+        chat_template=TEMPLATES.get(template, args.output.chat_template),
         heads=args.inputs.heads,
         into=args.inputs.into,
         partial=args.inputs.partial,
