@@ -515,7 +515,7 @@ def test_what_stops_a_merge_is_told_in_one_line(hub, call, tmp_path, monkeypatch
             assert call(*words)[1] == f"merge.py: {larger}{other}"
         assert call(*words, "--shard-size", "1")[1] == f"merge.py: {larger}{other}"  # a file for each parameter
         told = call(*words)[1]
-    assert said.startswith(f"merge.py: the disk of {tmp_path} is full: finished files stay in .ta.merging;")
+    assert told.startswith(f"merge.py: the disk of {tmp_path} is full: finished files stay in .ta.merging;")
     assert not (tmp_path / "ta").exists()
     assert call(*words)[1] is None
     assert call(*words[:-1], "0.6")[1].split("\n") == [
