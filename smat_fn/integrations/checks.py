@@ -97,16 +97,20 @@ def hash_of(samples: Mapping[str, bytes]) -> str:
 
 def resume_problems(stored: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[str]:
     """Errors for a checkpoint of a run with other settings or another theta_0; None: it was not SMAT's."""
-    found = (
-        []
-        if stored is None
-        else [
-            f"{_NAMES.get(name, name)} was {before} when the checkpoint was saved, is {value}"
-            for name, value in now.items()
-            if (before := stored.get(name, _BEFORE.get(name, value))) != value
-        ]
-    )
-    if found and stored is not None and stored.get("theta_0") != now["theta_0"]:
+    if stored is None:
+        return []
+    before = {name: stored.get(name, _BEFORE.get(name, value)) for name, value in now.items()}
+    found = [
+        f"{_NAMES.get(name, name)} was {before[name]} when the checkpoint was saved, is {value}"
+        for name, value in now.items()
+        if name != "factors" and before[name] != value
+    ]
+    old, new = (own.get("factors", {}) for own in (before, now))
+    pairs = {path: (old.get(path, 1.0), new.get(path, 1.0)) for path in {**old, **new}}
+    if unlike := [f"{path} was {one}, is {other}" for path, (one, other) in pairs.items() if one != other]:
+        few = ", ".join(errors.shortened(unlike, "{} more"))
+        found.append(f"factors of alpha differ from those when the checkpoint was saved: {few}")
+    if found and stored.get("theta_0") != now["theta_0"]:
         found.append(
             "theta_0 is a copy of the weights at attach: build the model as before, from the same pretrained weights "
             "and not from a checkpoint (call transformers.set_seed before adapters or heads are made), or give base="

@@ -120,8 +120,12 @@ def test_options_beyond_the_papers_are_those_of_build(tmp_path, caplog):
     assert checks.resume_problems(plain, record)[:3] == [
         "antithetic was False when the checkpoint was saved, is True",
         "alpha_max was 1.0 when the checkpoint was saved, is 1.5",
-        f"factors was {{}} when the checkpoint was saved, is {factors}",
+        "factors of alpha differ from those when the checkpoint was saved: model.layers.0.mlp.up_proj.weight was 1.0, "
+        "is 0.5",
     ]
+    many = {f"layers.{i}": 0.5 for i in range(300)}
+    assert len(checks.resume_problems(record, record | {"factors": many})[0]) < 1000
+    assert checks.resume_problems(record | {"factors": {}}, record | {"factors": {"layers.0": 1.0}}) == []
     assert checks.resume_problems(json.loads(json.dumps(record)), record) == []
     other = own_trainer(tiny_llama(), tmp_path)
     with pytest.raises(ValueError, match="factors of alpha name mlp, which are not trained parameters of the model"):
