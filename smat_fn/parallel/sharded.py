@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import errors, random, tree
+from ..execution import in_loss
 from ..grad import ModuleLoss, detached, loss_and_aux
 from ..mat import finetune, smat, step
 from ..mat.smat import Schedule
@@ -178,7 +179,7 @@ class Sharded:
         """Means over micro-batches and processes, in float32 until the end."""
         losses, auxes, total = [], [], dict[str, Tensor]()
         for part in parts:
-            with self._loss.running():
+            with self._loss.running(), in_loss():
                 loss, aux = loss_and_aux(self._loss.loss(self._module, part.batch.batch))
                 (loss * part.batch.factor).backward()
             losses.append(loss.detach() * part.batch.factor)

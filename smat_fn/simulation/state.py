@@ -190,9 +190,12 @@ def _field_problems(draw: Draw) -> list[str]:
         if not (isinstance(value, Tensor) and not value.ndim)
     ]
     table = draw.noise
-    if not isinstance(table, Tensor) or table.dtype != torch.float32 or table.shape not in ((0,), (65536,)):
+    wide = torch.float32, torch.float64
+    if not isinstance(table, Tensor) or table.dtype not in wide or table.shape not in ((0,), (65536,)):
         found = f"{table.dtype} {tuple(table.shape)}" if isinstance(table, Tensor) else repr(table)
-        problems.append(f"noise of the draw is {found}, must be float32 (65536,), or empty for uniform noise")
+        problems.append(
+            f"noise of the draw is {found}, must be float32 or float64 (65536,), or empty for uniform noise"
+        )
     return problems
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from smat_fn import draw, optim, parallel, random, reweight, simulate, value_and_grad, where
+from smat_fn import draw, merge, optim, parallel, random, reweight, simulate, value_and_grad, where
 from smat_fn.data.batching import split_rows
 from smat_fn.grad import ModuleLoss, with_master_weights
 from smat_fn.mat import finetune
@@ -381,6 +381,11 @@ def test_shards_without_gradients_are_told():
         parallel.reweight_grads(module, drawn)
 
 
+def merged_outputs(module, batch):
+    out = module(batch[0])
+    return merge.task_arithmetic({"w": torch.zeros_like(out)}, [{"w": out}], coef=1.0)["w"].sum(), None
+
+
 def test_what_shards_would_ignore_or_get_wrong_is_refused(monkeypatch):
     module, adam = worker.model(torch.float32), optim.adam(1e-2)
     loss_fn = ModuleLoss(module, worker.squares)
@@ -418,6 +423,11 @@ def test_what_shards_would_ignore_or_get_wrong_is_refused(monkeypatch):
         for wrong, text in ((base, "state is a dict"), (few, "state lacks parameter '0.weight' of the shards of")):
             with pytest.raises(ValueError, match=f"{text}.*: give what init or update of these shards returned"):
                 shards.update(KEY, wrong, parts)
+        merging = parallel.Sharded(ModuleLoss(module, merged_outputs), adam)
+        with pytest.raises(
+            ValueError, match=r"'w' of expert '0' requires grad inside a loss, and merging has no deriv"
+        ):
+            merging.update(KEY, merging.init(base), parts)
         own = parallel.independent_smat(loss_fn, adam, base, period=1, **STRENGTHS)
         base["0.bias"].add_(1)
         with pytest.raises(ValueError, match="base was written to since the method was built"):

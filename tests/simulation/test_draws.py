@@ -369,8 +369,8 @@ def test_all_is_off_only_if_each_operation_is():
         ("scale", 0.25, r"scale of the draw is 0\.25, must be a 0-d tensor: draw\._replace\(scale=torch\.tensor"),
         ("sigma", 0.1, r"sigma of the draw is 0\.1, must be a 0-d tensor"),
         ("scale", torch.ones(2), r"scale of the draw is tensor\(\[1\., 1\.\]\), must be a 0-d tensor"),
-        ("noise", torch.zeros(100), r"noise of the draw is torch\.float32 \(100,\), must be float32 \(65536,\)"),
-        ("noise", torch.zeros(65536).double(), r"noise of the draw is torch\.float64 \(65536,\), must be float32"),
+        ("noise", torch.zeros(100), r"noise of the draw is torch\.float32 \(100,\), must be float32 or float64"),
+        ("noise", torch.zeros(65536).half(), r"noise of the draw is torch\.float16 \(65536,\), must be float32"),
         ("noise", 0.1, r"noise of the draw is 0\.1, must be float32"),
     ],
 )
