@@ -82,7 +82,7 @@ def main(args: Eval) -> None:
     recipes: dict[Path, dict[str, Any]] = {}
     before = identity(args.out / evaluation.RESULTS) if args.out else None
     rows = evaluation.evaluate(
-        folders, split=args.split, options=options, implied=implied, keep=args.out, recipes=recipes, report=print
+        folders, split=args.split, options=options, implied=implied, keep=args.out, recipes=recipes, report=outcome.line
     )
     if note := shares_note(row.score for row in rows):
         outcome.line(f"note: {note}")
