@@ -430,9 +430,8 @@ def refuse_existing(path: Path, *, overwrite: bool) -> None:
     if not path.is_dir():
         raise ValueError(f"{path} is a file, not a folder: move it, or choose another folder")
     if strangers := _strangers(path):
-        more = f" and {len(strangers) - 3} more" if len(strangers) > 3 else ""
         raise ValueError(
-            f"{path} holds {', '.join(strangers[:3])}{more}, which no manifest of smat_fn in it names, and only files "
+            f"{path} holds {errors.first_of(strangers, 3)}, which no manifest of smat_fn in it names, and only files "
             "that one names are replaced: move it, or choose another folder"
         )
     if not overwrite:

@@ -62,6 +62,18 @@ def shortened(problems: Sequence[str], rest: str) -> list[str]:
     return [*problems[:few], rest.replace("{}", str(len(problems) - few), 1)]
 
 
+def some_of(names: Iterable[str]) -> str:
+    """Names in one text: `shortened` ones, "a, b, 3 more"."""
+    return ", ".join(shortened(list(names), "{} more"))
+
+
+def first_of(names: Iterable[str], shown: int = 1) -> str:
+    """The first names and the number of the others, "a, b and 3 more"."""
+    every = list(names)
+    more = len(every) - shown
+    return ", ".join(every[:shown]) + (f" and {more} more" if more > 0 else "")
+
+
 def name_rows(indices: Sequence[int]) -> str:
     """Rows in an error message: "row 3", "rows 3, 5 and 7", the first ten of many."""
     shown, more = [str(i) for i in indices[:_SHOWN]], len(indices) - _SHOWN

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .errors import raise_problems, shortened, takes
+from .errors import raise_problems, shortened, some_of, takes
 from .execution import opaque, transformed, valueless, wrapped
 from .types import Params, Predicate, Where
 
@@ -329,9 +329,8 @@ def unchanged(base: Params) -> Callable[[], None]:
     def check() -> None:
         if changed := written(leaves, before):
             raise ValueError(
-                f"base was written to since the method was built ({', '.join(shortened(changed, '{} more'))}), so that "
-                "theta_0 is no longer what it was: give copies, {name: p.detach().clone() for name, p in "
-                "module.named_parameters()}"
+                f"base was written to since the method was built ({some_of(changed)}), so that theta_0 is no longer "
+                "what it was: give copies, {name: p.detach().clone() for name, p in module.named_parameters()}"
             )
 
     return check

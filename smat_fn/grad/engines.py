@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
 from .. import random, tree
-from ..errors import shortened
+from ..errors import some_of
 from ..execution import in_loss, transformed
 from ..types import Aux, Batch, Engine, LossFn, Params
 from .master_weights import MasterWeights, with_master_weights
@@ -124,8 +124,8 @@ def _autograd_engine(loss_fn: LossFn) -> Callable[..., tuple[tuple[Tensor, Aux],
                     grads = tree.gradients(loss, leaves, touched=True)
             if changed := tree.written(leaves, before):
                 raise ValueError(
-                    f"the loss wrote into the parameters given to it ({', '.join(shortened(changed, '{} more'))}), "
-                    "which are the state's own: leave them as they are; an nn.Embedding writes unless max_norm is None"
+                    f"the loss wrote into the parameters given to it ({some_of(changed)}), which are the state's own: "
+                    "leave them as they are; an nn.Embedding writes unless max_norm is None"
                 )
             value = loss.detach(), detached(aux)
         return value, tree.unflatten(params, dict(zip(leaves, grads, strict=True)))

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from .. import random, tree
-from ..errors import shortened
+from ..errors import some_of
 from ..execution import batched, layers
 from ..types import Aux, LossFn, Params
 
@@ -143,7 +143,7 @@ class ModuleLoss:
         ]
         if hooked:
             raise ValueError(
-                f"hooks on the gradients of parameters ({', '.join(shortened(hooked, '{} more'))}) would not run, as "
+                f"hooks on the gradients of parameters ({some_of(hooked)}) would not run, as "
                 "the loss runs on the tensors given to it: remove them, and change gradients before the optimizer, "
                 "optim.chain(lambda grads: ..., optimizer)"
             )
@@ -299,10 +299,9 @@ def _version(tensor: Tensor) -> int:
 
 
 def _kept(names: list[str], why: str) -> str:
-    shown = ", ".join(shortened(names, "{} more"))
     return (
-        f"{shown} {why}, but a loss never changes its module: put these parts in eval mode (module.eval()), or give a "
-        "loss that passes buffers as arguments (torch.func.functional_call) and returns them in aux"
+        f"{some_of(names)} {why}, but a loss never changes its module: put these parts in eval mode (module.eval()), "
+        "or give a loss that passes buffers as arguments (torch.func.functional_call) and returns them in aux"
     )
 
 

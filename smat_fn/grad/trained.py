@@ -53,7 +53,7 @@ def norm_problems(norms: Sequence[tuple[str, nn.Module]]) -> list[str]:
     if not names:
         return []
     return [
-        f"{', '.join(errors.shortened(names, '{} more'))}: batch norms in train mode would move their running "
+        f"{errors.some_of(names)}: batch norms in train mode would move their running "
         "statistics at theta~ too, and evaluation is at theta: set their momentum to 0.0, which keeps the "
         "current statistics, or keep them in eval mode"
     ]

@@ -108,8 +108,7 @@ def resume_problems(stored: Mapping[str, Any] | None, now: Mapping[str, Any]) ->
     old, new = (own.get("factors", {}) for own in (before, now))
     pairs = {path: (old.get(path, 1.0), new.get(path, 1.0)) for path in {**old, **new}}
     if unlike := [f"{path} was {one}, is {other}" for path, (one, other) in pairs.items() if one != other]:
-        few = ", ".join(errors.shortened(unlike, "{} more"))
-        found.append(f"factors of alpha differ from those when the checkpoint was saved: {few}")
+        found.append(f"factors of alpha differ from those when the checkpoint was saved: {errors.some_of(unlike)}")
     if found and stored.get("theta_0") != now["theta_0"]:
         found.append(
             "theta_0 is a copy of the weights at attach: build the model as before, from the same pretrained weights "
@@ -129,7 +128,7 @@ def start_problems(base: Mapping[str, Tensor], leaves: Mapping[str, Tensor]) -> 
     if not changed:
         return []
     return [
-        f"{len(changed)} of {len(leaves)} parameters ({', '.join(errors.shortened(changed, '{} more'))}) have changed "
+        f"{len(changed)} of {len(leaves)} parameters ({errors.some_of(changed)}) have changed "
         "between attach, which copied them as theta_0, and the first step: load the pretrained weights before attach "
         "(now: handle.detach(), then attach again), or give base= if the training starts from others"
     ]
@@ -163,7 +162,7 @@ def trained_problems(trainer: Any, origin: Mapping[str, Tensor], known: Mapping[
     if not changed:
         return []
     return [
-        f"{', '.join(errors.shortened(changed, '{} more'))}: trained with SMAT by another trainer before, and not the "
+        f"{errors.some_of(changed)}: trained with SMAT by another trainer before, and not the "
         "weights any more that this began from: load these, or build the model again (as where a notebook's cell makes "
         "the trainer again), or give base="
     ]
@@ -184,7 +183,7 @@ def others(trainer: Any, leaves: Mapping[str, nn.Parameter]) -> str:
     shapes = [tuple(p.shape) for key, p in held.items() if key not in {id(leaf) for leaf in leaves.values()}]
     if not shapes or len(shapes) == len(held):  # an optimizer that has none of the model's may work on copies
         return ""
-    texts = ", ".join(errors.shortened(list(map(str, shapes)), "{} more"))
+    texts = errors.some_of(map(str, shapes))
     return (
         f"SMAT: the optimizer also trains parameters that are not the model's, of shapes {texts}: they are neither "
         "simulated nor reweighted; make them parameters of the model if they are to be merged"
@@ -236,7 +235,7 @@ def gradient_problems(leaves: Mapping[str, nn.Parameter]) -> list[str]:
 def factor_problems(schedule: Schedule, leaves: Mapping[str, Tensor]) -> list[str]:
     """The error for factors of alpha that name no trained parameter."""
     if unknown := [path for path in schedule.factors or {} if path not in leaves]:
-        few = ", ".join(errors.shortened(unknown, "{} more"))
+        few = errors.some_of(unknown)
         return [f"factors of alpha name {few}, which are not trained parameters of the model: leave them out"]
     return []
 
@@ -341,10 +340,9 @@ def trainer_problems(trainer: Any, leaves: Mapping[str, nn.Parameter]) -> list[s
     problems += errors.shortened(wrapped, "{} more parameters are such tensors")
     meta = [path for path, p in leaves.items() if p.is_meta]
     if meta:
-        names = ", ".join(errors.shortened(list(map(repr, meta)), "{} more"))
         problems.append(
-            f"offloaded to host memory or disk by device_map, on the meta device here: {names}: use a device_map of "
-            "devices alone, or train fewer parameters"
+            "offloaded to host memory or disk by device_map, on the meta device here: "
+            f"{errors.some_of(map(repr, meta))}: use a device_map of devices alone, or train fewer parameters"
         )
     problems += _overlaps(trainer.model, leaves)
     name = str(getattr(trainer.args.optim, "value", trainer.args.optim))
@@ -363,7 +361,7 @@ def trainer_problems(trainer: Any, leaves: Mapping[str, nn.Parameter]) -> list[s
         if 0 < len(idle) < len(leaves):  # one that has none of them may work on copies
             problems.append(
                 f"the optimizer does not have {len(idle)} of {len(leaves)} parameters that require a gradient "
-                f"({', '.join(errors.shortened(idle, '{} more'))}), and Perturb would add noise to them: freeze them "
+                f"({errors.some_of(idle)}), and Perturb would add noise to them: freeze them "
                 "(p.requires_grad_(False)) before attach, or give them to the optimizer"
             )
     return problems

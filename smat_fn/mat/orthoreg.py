@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..errors import collected, raise_problems, shortened
+from ..errors import collected, raise_problems, some_of
 from ..execution import no_grad, transformed, unrounded
 from ..grad import keyed, value_and_grad
 from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Predicate, Where
@@ -74,7 +74,7 @@ def build(
         with collected(problems):
             leaves, picks = tree.flatten(base), cast(Predicate, tree.predicate(where))
             if not any(picks(path, leaf) for path, leaf in leaves.items() if leaf.ndim == 2):
-                few = ", ".join(shortened(list(map(repr, leaves)), "{} more"))
+                few = some_of(map(repr, leaves))
                 problems.append(
                     f"block_only is True, but where picks no matrix among {few}: pick some, or leave it out"
                 )

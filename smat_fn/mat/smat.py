@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import random, tree
-from ..errors import count_problem, problems_of, raise_problems, shortened
+from ..errors import count_problem, problems_of, raise_problems, some_of
 from ..grad import Keyed, keyed, value_and_grad
 from ..optim import momentum_of
 from ..optim.chain import clip
@@ -381,7 +381,7 @@ def _factors(alpha_depth: AlphaDepth | None, like: Params) -> tuple[dict[str, fl
     except (ValueError, TypeError) as error:
         return {}, [f"alpha_depth is {alpha_depth}: {error}"]
     if odd := [f"{path} {factor!r}" for path, factor in found.items() if not isinstance(factor, Real)]:
-        return {}, [f"alpha_depth has factors that are not numbers: {', '.join(shortened(odd, '{} more'))}"]
+        return {}, [f"alpha_depth has factors that are not numbers: {some_of(odd)}"]
     unknown = [f"alpha_depth names {path!r}, which is not a parameter" for path in found.keys() - set(paths)]
     return found, sorted(unknown)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import random, tree
-from ..errors import problems_of, raise_problems, shortened, takes
+from ..errors import problems_of, raise_problems, shortened, some_of, takes
 from ..execution import transformed, unread, valueless
 from ..grad import Keyed
 from ..simulation import reweight_and_clip
@@ -150,7 +150,7 @@ def with_keys(update: Callable[[Tensor, Any, Batch], Any], like: Params) -> Call
         # keys of a mapping take microseconds in every step, leaves take more; a list may have the leaves of a dict
         alike = transformed() or (isinstance(state.params, Mapping) and state.params.keys() == tops)
         if not alike and (own := tree.flatten(state.params).keys()) != names:
-            found = ", ".join(shortened(sorted(map(repr, own ^ names)), "{} more"))
+            found = some_of(sorted(map(repr, own ^ names)))
             raise ValueError(
                 f"state is of other parameters than the method ({found} in one of them): give what the method's init "
                 "or update returned"
@@ -201,9 +201,8 @@ def advance(optimizer: Optimizer, state: State, grads: Params, *, donate: bool) 
 def _check_updated(before: Mapping[str, Tensor], after: Mapping[str, Tensor], written: Sequence[str]) -> None:
     """Raises: ValueError for an optimizer that wrote into its parameters, or gave others than it got."""
     if written:  # the base may share their memory, and would follow
-        names = ", ".join(shortened(written, "{} more"))
         raise ValueError(
-            f"the optimizer's update wrote into the parameters given to it ({names}): return new tensors, "
+            f"the optimizer's update wrote into the parameters given to it ({some_of(written)}): return new tensors, "
             "as theta - lr * g, and no in-place operation such as -= or sub_"
         )
     tree.check_same(before, "the parameters", **{"what the optimizer's update returned": after})

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import tree
-from ..errors import count_problem, raise_problems, shortened
+from ..errors import count_problem, raise_problems, shortened, some_of
 from ..grad import trained
 from ..simulation import Draw, reweight, simulate
 from ..types import Params, Where
@@ -154,12 +154,11 @@ class SimulatedWeights:
         same = [path for path, (grad, _) in begun.items() if ended.get(path) is grad]
         if added := [path for path in same if path in others and _version(ended[path]) == begun[path][1] + 1]:
             raise ValueError(
-                f"gradients of {', '.join(shortened(added, '{} more'))} were not cleared before the first block of a "
-                "draw: a backward pass in the block was added to them, and reweighting would multiply both. Call "
-                "module.zero_grad(), since an optimizer clears only the parameters that it holds, or freeze what is "
-                "not trained (requires_grad_(False)); run other backward passes after reweight_grads. For several "
-                "draws in one step take each gradient by torch.autograd.grad, call states.reweight(grads, drawn), and "
-                "add them"
+                f"gradients of {some_of(added)} were not cleared before the first block of a draw: a backward pass in "
+                "the block was added to them, and reweighting would multiply both. Call module.zero_grad(), since an "
+                "optimizer clears only the parameters that it holds, or freeze what is not trained "
+                "(requires_grad_(False)); run other backward passes after reweight_grads. For several draws in one "
+                "step take each gradient by torch.autograd.grad, call states.reweight(grads, drawn), and add them"
             )
         self._passed = drawn
         written = any(_version(ended[path]) != begun[path][1] for path in same)
@@ -168,9 +167,7 @@ class SimulatedWeights:
     def _draw_problems(self, drawn: Draw) -> list[str]:
         problems = []
         if unknown := [path for path in drawn.factors if path not in self._parameters]:
-            problems.append(
-                f"factors of alpha name {', '.join(shortened(unknown, '{} more'))}, which are not parameters here"
-            )
+            problems.append(f"factors of alpha name {some_of(unknown)}, which are not parameters here")
         picks = self._where
         self._masks = (
             self._masks
@@ -320,7 +317,7 @@ class SimulatedWeights:
             )
         if unknown := [path for path in grads if path not in self._parameters]:
             raise ValueError(
-                f"grads has {', '.join(shortened(unknown, '{} more'))}, names that SimulatedWeights does not have, and "
+                f"grads has {some_of(unknown)}, names that SimulatedWeights does not have, and "
                 f"draws depend on names: give those of its parameters, such as {next(iter(self._parameters))!r}"
             )
         paths = list(grads)
@@ -356,7 +353,7 @@ def _parameter_problems(parameters: Mapping[str, Tensor], base: Mapping[str, Ten
     held = {path: p.data_ptr() for path, p in parameters.items() if path in base and type(p) in tree.PLAIN}
     if same := [path for path, place in held.items() if place and place == base[path].data_ptr()]:
         problems.append(
-            f"base shares memory with the parameters ({', '.join(shortened(same, '{} more'))}), so that theta_0 "
+            f"base shares memory with the parameters ({some_of(same)}), so that theta_0 "
             "would follow theta: give copies, {name: p.detach().clone() for name, p in module.named_parameters()}"
         )
     problems += shortened(
@@ -368,25 +365,21 @@ def _parameter_problems(parameters: Mapping[str, Tensor], base: Mapping[str, Ten
     )
     if frozen := [path for path, p in parameters.items() if isinstance(p, nn.Parameter) and not p.requires_grad]:
         problems.append(
-            f"parameters are frozen ({', '.join(shortened(frozen, '{} more'))}), and Perturb would add noise to them: "
+            f"parameters are frozen ({some_of(frozen)}), and Perturb would add noise to them: "
             "give those with requires_grad"
         )
     problems += [*tree.device_problems(parameters), *fsdp1_problems(parameters)]
     if sharded := [path for path, p in parameters.items() if hasattr(p, "to_local")]:
-        problems.append(
-            f"parameters are DTensors ({', '.join(shortened(sharded, '{} more'))}): use "
-            "smat_fn.parallel.simulated_shards"
-        )
+        problems.append(f"parameters are DTensors ({some_of(sharded)}): use smat_fn.parallel.simulated_shards")
     return problems
 
 
 def fsdp1_problems(parameters: Mapping[str, Tensor]) -> list[str]:
     """Errors for parameters of FSDP1, which copies what their storage is switched to into its flat parameter."""
     owned = [path for path, p in parameters.items() if hasattr(p, "_fsdp_flattened") or hasattr(p, "_is_flat_param")]
-    names = ", ".join(shortened(owned, "{} more"))
     return [
-        f"FSDP1 owns the storage of {names}: shard by FSDP2 (torch.distributed.fsdp.fully_shard), and simulate by "
-        "smat_fn.parallel.simulated_shards"
+        f"FSDP1 owns the storage of {some_of(owned)}: shard by FSDP2 (torch.distributed.fsdp.fully_shard), and "
+        "simulate by smat_fn.parallel.simulated_shards"
     ] * bool(owned)
 
 
@@ -407,8 +400,8 @@ def _differing(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> lis
 def _refuse_writes(changed: Sequence[str]) -> None:
     if changed:
         raise ValueError(
-            f"parameters were written to while they held theta~ ({', '.join(shortened(changed, '{} more'))}), and the "
-            "end of the simulated pass undoes it: update weights before or after, at theta"
+            f"parameters were written to while they held theta~ ({some_of(changed)}), and the end of the simulated "
+            "pass undoes it: update weights before or after, at theta"
         )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import ops, random, tree
-from ..errors import raise_problems, shortened
+from ..errors import raise_problems, shortened, some_of
 from ..execution import refuse_donation, transformed, unread
 from ..ops.cpu import Numbers
 from ..types import Noise, Params, Where
@@ -209,10 +209,10 @@ def factor_problems(factors: Mapping[str, float]) -> list[str]:
     if not isinstance(factors, Mapping):
         return [f"factors is {factors!r}: give a mapping {{parameter name: number}}"]
     if odd := [f"{path} {factor!r}" for path, factor in factors.items() if not isinstance(factor, Real)]:
-        return [f"factors of alpha must be numbers: {', '.join(shortened(odd, '{} more'))}"]
+        return [f"factors of alpha must be numbers: {some_of(odd)}"]
     finite = (isinstance(factor, Real) and abs(factor) < math.inf for factor in factors.values())
     bad = [f"{path} {factor}" for (path, factor), fine in zip(factors.items(), finite, strict=True) if not fine]
-    return [f"factors of alpha must be finite: {', '.join(shortened(bad, '{} more'))}"] if bad else []
+    return [f"factors of alpha must be finite: {some_of(bad)}"] if bad else []
 
 
 def all_off(alpha_min: Number, drop_prob: Number, sigma: Number) -> bool:
@@ -261,7 +261,7 @@ def simulate(
     targets, in_place = _targets(out, leaves, origins)
     offsets = _check_starts(starts, leaves)
     if isinstance(draw, Draw) and (unknown := [path for path in draw.factors if path not in leaves]):
-        few = ", ".join(shortened([repr(path) for path in unknown], "{} more"))
+        few = some_of(map(repr, unknown))
         raise ValueError(f"factors of alpha name {few}, which are not parameters here: name those of params")
     result: dict[str, Tensor] = {}
     for part in parts_of(leaves, draw, where, offsets):

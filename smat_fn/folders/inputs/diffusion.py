@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from ...errors import shortened
+from ...errors import some_of
 from .reading import Folder
 from .stacks import parts_of
 
@@ -28,8 +28,8 @@ def copied_metadata(base: Path, whole: Folder, notes: list[str]) -> dict[str, st
     found.pop("format", None)  # the output has its own
     lost = [name for name, value in found.items() if _OF_WEIGHTS.search(name) or _HASH.fullmatch(value)]
     kept = {name: value for name, value in found.items() if name not in lost}
-    notes += [f"the output has the metadata of base's file ({_some(list(kept))})"] if kept else []
-    notes += [f"metadata on the weights or training of base's file is left out ({_some(lost)})"] if lost else []
+    notes += [f"the output has the metadata of base's file ({some_of(kept)})"] if kept else []
+    notes += [f"metadata on the weights or training of base's file is left out ({some_of(lost)})"] if lost else []
     return kept
 
 
@@ -46,7 +46,3 @@ def other_kind(base: Folder, expert: Folder, *, partial: bool) -> list[str]:
         f"{expert.label} is another kind of diffusion model than base: of the parameters that say what a model "
         f"predicts (noise or velocity) and its noise schedule it has {has[0]}, base {has[1]}: merge models of one kind"
     ]
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(shortened(names, "{} more"))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import errors
-from ...errors import shortened
+from ...errors import some_of
 from ...merge.parts.inputs import Leaves, fit_problems
 from .adapters import is_adapter, open_adapter
 from .diffusion import other_kind
@@ -288,7 +288,7 @@ def _listed(paths: Sequence[str], others: Iterable[str]) -> str:
     modules = {path.partition(".")[0] for path in others}
     words = [(path.partition(".")[0], path) for path in paths]
     shown = dict.fromkeys(path if module in modules else module for module, path in words)
-    return ", ".join(shortened(list(shown), "{} more"))
+    return some_of(shown)
 
 
 def adapted(label: str, path: Path, base: Folder, *, heads: bool = False) -> Folder:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ...errors import first_of
 from .reading import Folder, config_of
 from .vocabulary import HEAD, by_token, equal_leaves, tied_to
 
@@ -68,8 +69,8 @@ def with_bases(base: Folder, expert: Folder) -> Folder:
     ahead = [path for path in base.leaves if predicts_ahead(path, config)]
     if ahead and expert.leaves.keys().isdisjoint(ahead):
         expert = expert.with_leaves_of(base, ahead)
-        more = f" and {len(ahead) - 1} more" if len(ahead) > 1 else ""
-        note = f"{expert.label} lacks layers that predict further tokens ({ahead[0]!r}{more}): base's are used"
+        few = first_of(map(repr, ahead))
+        note = f"{expert.label} lacks layers that predict further tokens ({few}): base's are used"
         expert = expert.noted(note)
     for path, leaf in base.leaves.items():
         if path in expert.leaves and not recast(path, expert.leaves[path], leaf):

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...checkpoint import INDEX, WEIGHTS, read_json
-from ...errors import first_line, shortened
+from ...errors import first_line, some_of
 from ...tree import dtype_name, unwrapped
 from ..files import Identity, identity
 
@@ -128,8 +128,8 @@ class Pickled:
             raise ValueError(f"{file} holds several sets of weights, {', '.join(map(repr, inner))}: {_SAFE}")
         found = next(iter(inner.values()), found)
         if not _named(found):
-            keys = shortened([repr(key) for key in found], "{} more") if isinstance(found, dict) else []
-            what = f"a dict of {', '.join(keys)}" if keys else f"a {type(found).__name__}"
+            keys = some_of(map(repr, found)) if isinstance(found, dict) else ""
+            what = f"a dict of {keys}" if keys else f"a {type(found).__name__}"
             raise ValueError(f"{file} holds {what}, not pickled weights by name: {_SAFE}")
         if odd := next((name for name, leaf in found.items() if not _plain(leaf)), None):
             raise ValueError(f"{file} holds {odd!r}, a tensor that is sparse, nested or without values (meta): {_SAFE}")
@@ -433,7 +433,7 @@ def foreign(path: Path, only: str = "*") -> str:
             f"holds parts of a model ({found[0]}) as FSDP or DeepSpeed saves them: write whole weights from them first"
         )
     if only == "*" and (inner := [name for name in names if any((path / name / file).exists() for file in _STARTS)]):
-        return f"holds no weights, but its folders {', '.join(shortened(inner, '{} more'))} do: give one of them"
+        return f"holds no weights, but its folders {some_of(inner)} do: give one of them"
     names = [name for name in names if name not in _OF_TRAINERS]
     if only == "*" and (found := [name for name in names if name.endswith(PICKLES) and not _SHARD.search(name)]):
         return f"holds pickled weights under the name {found[0]}: give this file if it is a state dict, or {_SAFE}"

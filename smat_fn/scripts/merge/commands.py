@@ -1,10 +1,11 @@
 """merge.py's subcommands beside mergers, and words that it takes for other words. No torch until one runs."""
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ...errors import first_of
 from .. import outcome
 from ..cli import Command
 from .settings import (
@@ -104,11 +105,11 @@ def summary(made: "Extracted", *, linear_only: bool) -> Iterator[str]:
         (made.skipped, "skipped (--only, --skip)"),
     ):
         if paths:
-            yield f"{_count(paths, 'changed parameter', 'changed parameters')} {what}: {_some(paths)}"
+            yield f"{_count(paths, 'changed parameter', 'changed parameters')} {what}: {first_of(paths, 3)}"
     if made.left_out or made.skipped:
         yield f"not in the adapter: {made.lost:.2%} of the norm of expert - base"
     if made.tied:
-        yield f"{_some(made.tied)}: other modules share it, peft changes them too with merge_and_unload alone"
+        yield f"{first_of(made.tied, 3)}: other modules share it, peft changes them too with merge_and_unload alone"
 
 
 def merge_adapters(args: MergeAdapters) -> None:
@@ -127,7 +128,7 @@ def merge_adapters(args: MergeAdapters) -> None:
     what = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
     if made.partial:
         lacking = _count(made.partial, "module", "modules")
-        outcome.line(f"note: {lacking} of some adapters alone, merged from those: {_some(made.partial)}")
+        outcome.line(f"note: {lacking} of some adapters alone, merged from those: {first_of(made.partial, 3)}")
     for note in made.notes:
         outcome.line(f"note: {note}")
     outcome.add("merged", {"folder": args.out, "kept": False})
@@ -136,10 +137,6 @@ def merge_adapters(args: MergeAdapters) -> None:
 
 def _count(things: Collection[object], one: str, several: str) -> str:
     return f"{len(things)} {one if len(things) == 1 else several}"
-
-
-def _some(paths: Sequence[str]) -> str:
-    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
 
 
 def from_recipe(args: FromRecipe) -> None:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ...errors import first_of
 from ...folders import read_inputs
 from ...folders.inputs.naming import Naming
 from ...folders.inputs.opening import local_folder, place_of
@@ -36,11 +37,10 @@ class Part(NamedTuple):
         own, rest = self._seen(leaves), [path for path in self.read if path not in self.names]
         unlike = [path for path in rest if not _alike(self.view.leaf(path), own.leaf(path))]
         if unlike := [path for path in unlike if not self._follows(path, own)]:
-            more = f" and {len(unlike) - 1} more" if unlike[1:] else ""
             raise ValueError(
-                f"{label} differs from its base in {unlike[0]!r}{more}, "
-                f"which suite {self.suite!r} takes from base: its score would be that of another model; leave out "
-                "options that freeze layers, or give experts that changed only what the suite trains"
+                f"{label} differs from its base in {first_of(map(repr, unlike))}, which suite {self.suite!r} takes "
+                "from base: its score would be that of another model; leave out options that freeze layers, or give "
+                "experts that changed only what the suite trains"
             )
 
     def runs(self, path: str) -> bool:
@@ -82,9 +82,8 @@ def lacking_problems(label: str, stand_ins: Collection[str], suite: Suite, part:
     read = [path for path in stand_ins if part is None or part.runs(path)]
     if not read:
         return []
-    more = f" and {len(read) - 1} more" if read[1:] else ""
     return [
-        f"{label} lacks {read[0]!r}{more} of its base, or has it in another shape, and the scores of suite "
+        f"{label} lacks {first_of(map(repr, read))} of its base, or has it in another shape, and the scores of suite "
         f"{suite.name!r} depend on it: give a model of the kind and size of its base, saved by the same version of "
         "transformers"
     ]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ... import lora, mat, parallel, tree
 from ...config import MethodConfig, Smat, Training, settings
-from ...errors import shortened
+from ...errors import some_of
 from ...grad import ModuleLoss
 from ...lora import Lora
 from ...parallel import ALONE, World
@@ -54,9 +54,7 @@ def adapters_of(loss_fn: LossFn, training: Training) -> Lora | None:
     paths, transposed = lora.linear_paths(loss_fn.module, training.lora.targets)
     frozen = {path for path, leaf in loss_fn.module.named_parameters() if not leaf.requires_grad}
     if training.lora.targets and (outside := sorted(frozen.intersection(paths))):
-        raise ValueError(
-            f"targets of adapters are frozen by train or train_layers: {', '.join(shortened(outside, '{} more'))}"
-        )
+        raise ValueError(f"targets of adapters are frozen by train or train_layers: {some_of(outside)}")
     if not (trained := tuple(path for path in paths if path not in frozen)):
         why = "all are frozen by train or train_layers, leave that out" if paths else "the model has none"
         raise ValueError(f"adapters are for linear layers in blocks: {why}, or leave out `lora_rank`")
