@@ -11,7 +11,7 @@ from torch.optim.adamw import adamw as torch_adamw
 
 from .. import tree
 from ..execution import no_grad, refuse_donation, transformed
-from ..types import Optimizer, Params, Schedule, Where
+from ..types import Optimizer, Params, PerStep, Where
 from .partition import partition
 from .schedules import schedule_of
 
@@ -31,7 +31,7 @@ class AdamState(NamedTuple):
 
 
 def adam(
-    lr: float | Schedule,
+    lr: float | PerStep,
     *,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
@@ -68,7 +68,7 @@ def adam(
 
 
 def adamw(
-    lr: float | Schedule,
+    lr: float | PerStep,
     *,
     weight_decay: float,
     decays: Where | None = None,
@@ -104,7 +104,7 @@ def adamw(
 
 def _build(
     function: Callable[..., None],
-    lr: float | Schedule,
+    lr: float | PerStep,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import tree
 from ..execution import no_grad, refuse_donation, transformed
-from ..types import Optimizer, Params, Schedule
+from ..types import Optimizer, Params, PerStep
 
 
 class AveragedState(NamedTuple):
@@ -25,7 +25,7 @@ class AveragedState(NamedTuple):
     optimizer: Any
 
 
-def averaged(optimizer: Optimizer, weight: Schedule) -> Optimizer:
+def averaged(optimizer: Optimizer, weight: PerStep) -> Optimizer:
     r"""An optimizer whose state also holds a running average of the parameters; training itself is not changed.
 
     ``a <- a + w_s (theta - a)`` after the update of step s, theta the new parameters. `ema` and `swa` give the weights.
@@ -80,7 +80,7 @@ def averaged(optimizer: Optimizer, weight: Schedule) -> Optimizer:
     return Optimizer(init, update)
 
 
-def ema(decay: float) -> Schedule:
+def ema(decay: float) -> PerStep:
     r"""Weights of the exponential moving average over all steps, normalised so that the start has no share.
 
     ``a_n = sum_s d^(n - s) theta_s / sum_s d^(n - s)``, s = 1..n: ``w_s = (1 - d) / (1 - d^(s + 1))``.
@@ -96,7 +96,7 @@ def ema(decay: float) -> Schedule:
     return lambda step: (1 - decay) / (1 - decay ** ((step.double() if isinstance(step, Tensor) else step) + 1))
 
 
-def swa(steps: int, share: float) -> Schedule:
+def swa(steps: int, share: float) -> PerStep:
     r"""Weights of the mean over the last steps, ``max(1, round(share steps))`` of them.
 
     Args:
@@ -120,7 +120,7 @@ def swa(steps: int, share: float) -> Schedule:
     return weight
 
 
-def averaging(text: str, steps: int) -> Schedule:
+def averaging(text: str, steps: int) -> PerStep:
     """The weights that ``ema:0.999`` or ``swa:25%`` asks for. Raises: ValueError for any other text."""
     kind, _, value = text.partition(":")
     if kind == "ema" and re.fullmatch(r"0?\.\d+|0", value):

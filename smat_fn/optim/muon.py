@@ -9,7 +9,7 @@ from torch.optim._muon import muon as torch_muon
 
 from .. import errors, tree
 from ..execution import no_grad, refuse_donation, transformed
-from ..types import Optimizer, Params, Schedule, Where
+from ..types import Optimizer, Params, PerStep, Where
 from .schedules import schedule_of
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration, torch's defaults
@@ -31,7 +31,7 @@ class MuonState(NamedTuple):
 
 # over 60 lines: torch's function takes twelve arguments, one a line, and the docstring explains every option
 def muon(
-    lr: float | Schedule,
+    lr: float | PerStep,
     *,
     rest: Optimizer,
     where: Where | None = None,

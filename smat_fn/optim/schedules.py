@@ -10,10 +10,10 @@ from torch import Tensor
 
 from .. import errors
 from ..execution import unread
-from ..types import Schedule
+from ..types import PerStep
 
 
-def constant(lr: float, *, warmup: int = 0) -> Schedule:
+def constant(lr: float, *, warmup: int = 0) -> PerStep:
     """``lr`` at every step, after a linear warm-up ``lr (s + 1) / warmup`` for s < warmup.
 
     Args:
@@ -38,7 +38,7 @@ def constant(lr: float, *, warmup: int = 0) -> Schedule:
     return schedule
 
 
-def cosine(lr: float, steps: int, *, warmup: int = 0) -> Schedule:
+def cosine(lr: float, steps: int, *, warmup: int = 0) -> PerStep:
     r"""Linear warm-up, then cosine decay to 0 over the steps after it.
 
     ``lr (s + 1) / warmup`` for s < warmup, then ``lr (1 + cos(pi (s - warmup) / (steps - warmup))) / 2``, 0 from
@@ -64,7 +64,7 @@ def cosine(lr: float, steps: int, *, warmup: int = 0) -> Schedule:
     return _decaying("cosine", lr, steps, warmup, lambda done, total: lr * 0.5 * (1 + _cos(math.pi * done / total)))
 
 
-def linear(lr: float, steps: int, *, warmup: int = 0) -> Schedule:
+def linear(lr: float, steps: int, *, warmup: int = 0) -> PerStep:
     r"""Linear warm-up, then linear decay to 0.
 
     ``lr (s + 1) / warmup`` for s < warmup, then ``lr (1 - (s - warmup) / (steps - warmup))``, 0 from ``steps`` on: from
@@ -88,7 +88,7 @@ def linear(lr: float, steps: int, *, warmup: int = 0) -> Schedule:
     return _decaying("linear", lr, steps, warmup, lambda done, total: lr * ((total - done) / total))
 
 
-def _decaying(name: str, lr: float, steps: int, warmup: int, decay: Callable[[Any, int], Any]) -> Schedule:
+def _decaying(name: str, lr: float, steps: int, warmup: int, decay: Callable[[Any, int], Any]) -> PerStep:
     """Linear warm-up, then a function of the steps of decay that are done and of all of them, then 0."""
     problems = _lr_problems(lr)
     if steps < 1:
@@ -113,7 +113,7 @@ def _cos(angle: float | Tensor) -> float | Tensor:
     return torch.cos(angle) if isinstance(angle, Tensor) else math.cos(angle)
 
 
-def schedule_of(lr: float | Schedule, problems: list[str], **values: float) -> Schedule:
+def schedule_of(lr: float | PerStep, problems: list[str], **values: float) -> PerStep:
     """The schedule of ``lr``. Raises: ValueError that lists problems, a bad lr, and values that are not finite >= 0."""
     problems = problems + [
         f"{name} is {value}, must be finite and not negative"

@@ -16,7 +16,7 @@ from ..mat import finetune
 from ..models import FullLoss, features, parameters, tiny_vit
 from ..models.vit import WIDTH
 from ..progress import bar
-from ..types import Batch, Schedule
+from ..types import Batch, PerStep
 
 CLASSES = 10
 REVISION = 1  # part of the cache's key: raise it when the code below gives another base
@@ -105,7 +105,7 @@ def affine(
     return F.grid_sample(images[:, None], grid, align_corners=False)[:, 0]
 
 
-def _schedule(lr: float, steps: int, warmup: int) -> Schedule:
+def _schedule(lr: float, steps: int, warmup: int) -> PerStep:
     """A cosine from step 0 on, whose first steps are replaced by a linear warm-up: all stored results start from it."""
     decay = optim.cosine(lr, steps)
     return lambda step: lr * (step + 1) / warmup if step < warmup else decay(step)

@@ -18,7 +18,7 @@ from ...lora.dropout import chain
 from ...mat.offload import storage
 from ...parallel import ALONE, Sharded, World, share
 from ...suites import Suite
-from ...types import Batch, LossFn, Method, Optimizer, Params, Precision, Schedule, Where
+from ...types import Batch, LossFn, Method, Optimizer, Params, PerStep, Precision, Where
 from ...where import matrices
 from . import snapshots
 from .dev_curve import DevCurve, Tracked, curve_of
@@ -33,7 +33,7 @@ OnState = Callable[[int, Any, Callable[[], Params]], bool]
 DTYPES: Mapping[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32, "mixed": torch.float32}
 
 
-def schedules(training: Training) -> dict[str, Schedule]:
+def schedules(training: Training) -> dict[str, PerStep]:
     """The learning rates by name: ``lr``, and ``muon_lr`` where there is one. Raises: ValueError for bad numbers."""
     steps, warmup = training.steps, training.warmup
     assert steps is not None, "budget gives them"
