@@ -16,7 +16,7 @@ from ..grad.modules import WrappedLoss
 from ..grad.tangent import Linearised
 from ..mat.offload.rebuild import Absent, Versioned
 from ..simulation import Draw, simulate
-from ..simulation.state import Part, of_leaves, parts_of
+from ..simulation.state import DrawPart, draw_parts, of_leaves
 from ..types import Where
 from .adapters import WEIGHT, A, B, Lora, check_fit, delta_of, expand, layer_of
 from .dropout import chain, dropout_of
@@ -100,9 +100,9 @@ class _Weights:
     ) -> None:
         self.adapters, self.lora, self.simulated = adapters, lora, drawn is not None
         self._base = base
-        self._where: dict[str, tuple[Part, int]] = {}
+        self._where: dict[str, tuple[DrawPart, int]] = {}
         if drawn is not None:
-            for part in parts_of({path: base[path] for path in lora.paths}, drawn, where, {}):
+            for part in draw_parts({path: base[path] for path in lora.paths}, drawn, where, {}):
                 self._where.update({path: (part, i) for i, path in enumerate(part.paths)})
 
     def merged(self, path: str) -> Tensor:

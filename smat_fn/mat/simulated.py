@@ -11,7 +11,7 @@ from ..execution import no_grad, transformed
 from ..grad import MasterWeights, ModuleLoss, detached, loss_and_aux, value_and_grad
 from ..grad.master_weights import FrozenRounded
 from ..simulation import Draw, reweight, simulate
-from ..simulation.state import Part, check_devices, parts_of
+from ..simulation.state import DrawPart, check_devices, draw_parts
 from ..types import Aux, Batch, Engine, LossFn, Offload, Params, Where
 from .offload.rebuild import blocks, rebuilding
 from .offload.storage import BaseBuffer, ResidentBase, StreamedBase, flat, read_in_place
@@ -148,7 +148,7 @@ class _Fresh(SimulatedGradient):
                 states = {path: empty(leaf, dtype=self._dtype) for path, leaf in leaves.items()}
                 _simulate_rounded(leaves, base, drawn, self._where, states)
             else:
-                for part in parts_of(leaves, drawn, self._where, {}):  # `simulate` without its checks and wrappers
+                for part in draw_parts(leaves, drawn, self._where, {}):  # `simulate` without its checks and wrappers
                     theta, theta_0 = ([tensors[path] for path in part.paths] for tensors in (leaves, base))
                     made = ops.library.simulate(theta, theta_0, *part.numbers, part.masked, part.starts)
                     states.update(zip(part.paths, made, strict=True))
@@ -269,7 +269,7 @@ def _simulate_rounded(
     states: Mapping[str, Tensor],
 ) -> None:
     """`simulate` of master weights into narrower leaves, which may be base: one block in float32 at a time."""
-    for part in parts_of(leaves, drawn, where, {}):
+    for part in draw_parts(leaves, drawn, where, {}):
         own = {path: leaves[path] for path in part.paths}
         make = _simulator(own, drawn, where)
         for paths in dict.fromkeys(blocks(own).values()):
@@ -281,7 +281,7 @@ def _simulator(
     params: Mapping[str, Tensor], drawn: Draw, where: Where | None, dtype: torch.dtype | None = None
 ) -> Callable[[Sequence[str], Sequence[Tensor]], list[Tensor]]:
     """`simulate` of some leaves at a time, rounded to dtype; what they share of the draw is made once."""
-    parts = list(parts_of(params, drawn, where, {}))
+    parts = list(draw_parts(params, drawn, where, {}))
     place = {path: (part, i) for part in parts for i, path in enumerate(part.paths)}
 
     def make(paths: Sequence[str], base: Sequence[Tensor]) -> list[Tensor]:
@@ -291,7 +291,7 @@ def _simulator(
                 made.update(zip(own, states_of(part, own, [origins[path] for path in own]), strict=True))
         return [made[path] for path in paths]
 
-    def states_of(part: Part, paths: Sequence[str], base: Sequence[Tensor]) -> list[Tensor]:
+    def states_of(part: DrawPart, paths: Sequence[str], base: Sequence[Tensor]) -> list[Tensor]:
         rows, leaves = [place[path][1] for path in paths], [params[path] for path in paths]
         if rows == list(range(rows[0], rows[-1] + 1)):  # as in most blocks: two calls instead of one a leaf
             streams = part.numbers.streams[:, rows[0] : rows[-1] + 1].contiguous()

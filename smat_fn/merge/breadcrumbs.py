@@ -14,7 +14,7 @@ from .parts.arithmetic import add
 from .parts.chunks import Piece
 from .parts.inputs import Experts
 from .parts.merger import Mapped, Rule, merged, vector_function
-from .parts.per_expert import Numbers, Own, Part, Sparse, Sparsify, number
+from .parts.per_expert import ExpertPart, Numbers, Own, Sparse, Sparsify, number
 
 Count: TypeAlias = Literal["dropped", "kept"]
 _End: TypeAlias = tuple[Tensor, int]  # a magnitude and its position
@@ -126,7 +126,7 @@ class Breadcrumbs(Sparse):
     def sparsify(self, leaves: Mapped) -> Sparsify:
         ends = self._ends(leaves)
 
-        def kept(part: Part, plain: bool) -> Tensor:
+        def kept(part: ExpertPart, plain: bool) -> Tensor:
             first, last = ends(part.path)[part.place]
             mask = torch.ones_like(part.delta, dtype=torch.bool)
             if first is not None:
@@ -141,7 +141,7 @@ class Breadcrumbs(Sparse):
         def fuse(piece: Piece) -> Tensor:
             shape = leaves.shape(piece.path)
             return add(
-                kept(Part(i, name, piece.path, shape, piece.start, delta, None, None), True)
+                kept(ExpertPart(i, name, piece.path, shape, piece.start, delta, None, None), True)
                 for i, (name, delta) in enumerate(zip(names, piece.deltas, strict=True))
             )
 

@@ -16,7 +16,7 @@ from .parts.arithmetic import add, divisor, zeroed
 from .parts.chunks import Piece
 from .parts.inputs import Experts, drop_problems
 from .parts.merger import L1_NORMS, Mapped, Rule, merged, vector_function
-from .parts.per_expert import Numbers, Own, Part, Sparse, Sparsify
+from .parts.per_expert import ExpertPart, Numbers, Own, Sparse, Sparsify
 
 
 # over 60 lines: its docstring explains every argument
@@ -65,7 +65,7 @@ def dropped(piece: Piece, drop_prob: float) -> list[Tensor]:
     return [_dropped(d, f, threshold, kept) for d, f in zip(piece.deltas, piece.fields, strict=True)]
 
 
-def sparse(part: Part, plain: bool, *, drop_prob: float) -> Tensor:
+def sparse(part: ExpertPart, plain: bool, *, drop_prob: float) -> Tensor:
     """`dropped` of one part with a density of its own; without the division where ``plain``."""
     assert part.fields is not None
     if part.density == 0:

@@ -17,7 +17,7 @@ from .parts.arithmetic import agreeing, divisor, elected, zeroed
 from .parts.chunks import BYTES_PER_COORDINATE, Fuse, Piece, row_length
 from .parts.inputs import Experts, drop_problems
 from .parts.merger import L1_NORMS, Mapped, Rule, merged, vector_function
-from .parts.per_expert import Numbers, Own, Part, Sparse, Sparsify, number
+from .parts.per_expert import ExpertPart, Numbers, Own, Sparse, Sparsify, number
 
 CPU = torch.device("cpu")
 _SLACK = 1e-12  # an end of the keep probabilities that is 0 or 1 up to float64 rounding counts as 0 or 1
@@ -95,7 +95,7 @@ def _masked(delta: Tensor, fields: Tensor, by_rank: Tensor) -> Tensor:
     return zeroed(delta / kept, fields >= drop)
 
 
-def sparse(part: Part, plain: bool, *, drop_prob: float, window: float, windows: Numbers) -> Tensor:
+def sparse(part: ExpertPart, plain: bool, *, drop_prob: float, window: float, windows: Numbers) -> Tensor:
     """m ⊙ Δ / q̂ of whole rows with a density and a window of their own; without the division where ``plain``."""
     assert part.fields is not None
     if part.density is not None and not 0 < part.density < 1:

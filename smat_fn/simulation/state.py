@@ -264,7 +264,7 @@ def simulate(
         few = some_of(map(repr, unknown))
         raise ValueError(f"factors of alpha name {few}, which are not parameters here: name those of params")
     result: dict[str, Tensor] = {}
-    for part in parts_of(leaves, draw, where, offsets):
+    for part in draw_parts(leaves, draw, where, offsets):
         theta, theta_0 = [leaves[path] for path in part.paths], [origins[path] for path in part.paths]
         if in_place:
             states = [targets[path] for path in part.paths]
@@ -306,7 +306,7 @@ def reweight(
     targets, in_place = _targets(out, leaves)
     offsets = _check_starts(starts, leaves)
     result: dict[str, Tensor] = {}
-    for part in parts_of(leaves, draw, where, offsets):
+    for part in draw_parts(leaves, draw, where, offsets):
         raw = [leaves[path] for path in part.paths]
         if in_place:
             weighted = [targets[path] for path in part.paths]
@@ -341,7 +341,7 @@ def reweight_and_clip(
     refuse_donation("reweight_and_clip", donate)
     leaves = tree.flatten(grads)
     tree.check_floating(leaves, "grads")
-    parts = [] if draw is None else list(parts_of(leaves, draw, where, {}))
+    parts = [] if draw is None else list(draw_parts(leaves, draw, where, {}))
     if len(parts) > 1:
         # several devices or factors of alpha: reweight each, then one norm
         weighted = dict(leaves)  # in their order
@@ -389,7 +389,7 @@ def materialise(draw: Draw, like: Params, *, where: Where | None = None) -> tupl
     return participation(unit, like, where=where), noise
 
 
-class Part(NamedTuple):
+class DrawPart(NamedTuple):
     """The leaves of one device and one factor of alpha, and the draw there."""
 
     paths: list[str]
@@ -398,9 +398,9 @@ class Part(NamedTuple):
     starts: list[int]
 
 
-def parts_of(
+def draw_parts(
     leaves: Mapping[str, Tensor], draw: Draw, where: Where | None, starts: Mapping[str, int]
-) -> Iterator[Part]:
+) -> Iterator[DrawPart]:
     """The leaves of each device and factor of alpha, with the draw there."""
     if not isinstance(draw, Draw):
         raise ValueError(f"draw is a {type(draw).__name__}, must be what smat_fn.draw returns")
@@ -420,14 +420,16 @@ def parts_of(
         noise = draw.noise if draw.noise.device == device else table_on(draw.noise, device)
         numbers = Numbers(streams, scale, dropped, sigma, noise)
         masked = [picks is None or bool(picks(path, leaves[path])) for path in paths]
-        yield Part(paths, numbers, masked, [starts.get(path, 0) for path in paths])
+        yield DrawPart(paths, numbers, masked, [starts.get(path, 0) for path in paths])
 
 
-def _shown(like: Params, draw: Draw, where: Where | None, fn: Callable[[list[Tensor], Part], list[Tensor]]) -> Params:
+def _shown(
+    like: Params, draw: Draw, where: Where | None, fn: Callable[[list[Tensor], DrawPart], list[Tensor]]
+) -> Params:
     leaves = tree.flatten(like)
     tree.check_floating(leaves, "like")
     values: dict[str, Tensor] = {}
-    for part in parts_of(leaves, draw, where, {}):
+    for part in draw_parts(leaves, draw, where, {}):
         values.update(zip(part.paths, fn([leaves[path] for path in part.paths], part), strict=True))
     return tree.unflatten(like, values)
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from smat_fn.config import ModelStock, TaskArithmetic, WeightAverage
 from smat_fn.folders import Part, merge_folders, merge_part, open_folder, plan, read_inputs, run
 from smat_fn.folders.inputs.side_files import TOKENIZER, template_of
-from smat_fn.folders.inputs.stacks import parts_of, stack_of, stacked
+from smat_fn.folders.inputs.stacks import stack_of, stack_parts, stacked
 
 _file = Path(__file__).parents[1] / "scripts/merge/make_recipes.py"
 _spec = importlib.util.spec_from_file_location("make_recipes", _file)
@@ -374,16 +374,16 @@ def test_tokenizers_that_cannot_decide_are_refused_by_name(models, tmp_path):
 
 
 def test_a_stack_is_written_as_it_is_read(models):
-    assert parts_of(Path("a/b")) == parts_of(Path("A[0:2]x")) == parts_of(Path("A[0:2]+B")) == []
+    assert stack_parts(Path("a/b")) == stack_parts(Path("A[0:2]x")) == stack_parts(Path("A[0:2]+B")) == []
     path = Path(f"{models / 'A'}[0:2]+own/er@v1[1:3]")
-    assert [(str(part.path), *part[1:3]) for part in parts_of(path)] == [
+    assert [(str(part.path), *part[1:3]) for part in stack_parts(path)] == [
         (str(models / "A"), 0, 2),
         ("own/er@v1", 1, 3),
     ]
-    assert stack_of(parts_of(path)) == path
+    assert stack_of(stack_parts(path)) == path
     path = Path(f"{models / 'A'}[0:2]~+{models / 'B'}[1:4]+{models / 'B'}[4:4]~")
-    assert [part.absent for part in parts_of(path)] == [True, False, True]
-    assert stack_of(parts_of(path)) == path
+    assert [part.absent for part in stack_parts(path)] == [True, False, True]
+    assert stack_of(stack_parts(path)) == path
     opened = {name: open_folder(name, models / name) for name in "AB"}
     made = stacked("x", [(opened["A"], 0, 2), (opened["B"], 1, 4), (opened["B"], 4, 4)], [True, False, True])
     assert {name for name in made.leaves if "layers" in name and name in made.absent} == {

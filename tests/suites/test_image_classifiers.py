@@ -17,7 +17,7 @@ from smat_fn.mat import smat
 from smat_fn.merge import weight_average
 from smat_fn.models import image_classifier
 from smat_fn.optim import adam
-from smat_fn.scripts.merge.whole_models import part_of, whole_base
+from smat_fn.scripts.merge.whole_models import suite_part, whole_base
 from smat_fn.suites import clip8, heads, load_suite
 
 NAMES = ("dark", "light", "red")
@@ -93,7 +93,7 @@ def test_the_base_is_all_but_the_head_and_the_masked_set_that_of_blocks(suite, f
 
 def test_a_whole_model_may_have_another_head_than_base(suite):
     base = whole_base(suite)
-    part = part_of(suite, base)
+    part = suite_part(suite, base)
     assert part.view.leaves.keys() - set(part.read) == {"classifier.weight", "classifier.bias"}
     part.check("expert", {**base, "classifier.weight": base["classifier.weight"] + 1})
 

@@ -24,7 +24,7 @@ from smat_fn.scripts.merge.inputs import load_inputs, read_statistics
 from smat_fn.scripts.merge.merging import merge_run
 from smat_fn.scripts.merge.settings import Statistics
 from smat_fn.scripts.merge.statistics import batches_of, make_statistics, without_padding
-from smat_fn.scripts.merge.whole_models import part_of, whole_base
+from smat_fn.scripts.merge.whole_models import suite_part, whole_base
 from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.training import train_run
 from smat_fn.suites import heads, load_suite, short_text, task_names
@@ -585,7 +585,7 @@ def test_rows_and_images_of_other_presets_are_recognised(tmp_path):
 def test_a_whole_model_may_differ_from_base_in_what_no_score_depends_on(load, layers, frozen):
     suite = load(train_layers=layers)
     base = whole_base(suite)
-    part = part_of(suite, base)
+    part = suite_part(suite, base)
     assert part.view.leaves.keys() - set(part.read) == {"pooler.dense.weight", "pooler.dense.bias"}
     for name in ("pooler.dense.weight", "encoder.layer.2.output.dense.weight"):
         part.check("expert", {**base, name: base[name] + 1})

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ...errors import some_of
 from .reading import Folder
-from .stacks import parts_of
+from .stacks import stack_parts
 
 # hashes and thumbnails, dtypes, training by kohya's scripts, merges by the web UI
 _OF_WEIGHTS = re.compile(r"^(ss|sshs|sd_merge)_|hash|(\.thumbnail|dtype)$")
@@ -22,7 +22,7 @@ def copied_metadata(base: Path, whole: Folder, notes: list[str]) -> dict[str, st
 
     Args: base: as it was given; whole: the model that is written.
     """
-    if not whole.root.is_file() or parts_of(Path(base)):
+    if not whole.root.is_file() or stack_parts(Path(base)):
         return {}
     found = dict(sorted(whole.stores[whole.root].metadata.items()))
     found.pop("format", None)  # the output has its own

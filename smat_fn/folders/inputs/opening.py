@@ -20,7 +20,7 @@ from .naming import Naming, namings
 from .optional_leaves import computed, with_bases
 from .reading import PIPELINE, Folder, Read, open_folder
 from .side_files import differences
-from .stacks import adapted_by, parts_of, stacked
+from .stacks import adapted_by, stack_parts, stacked
 from .towers import fitted, prefix_of
 from .vision_language import inside
 from .vocabulary import HEAD, fit_rows, one_head, tokenizer_notes
@@ -129,7 +129,7 @@ def _opened(
     for name, path in experts.items():
         label = f"expert {name!r}"
         with errors.collected(problems):
-            if parts_of(Path(path)):
+            if stack_parts(Path(path)):
                 found[name] = open_input(label, Path(path))
                 continue
             folder = local_folder(label, Path(path))
@@ -185,8 +185,8 @@ def _placed_in(
 
 
 def open_input(label: str, path: Path) -> Folder:
-    """A checkpoint, or a stack of layers of several (`stacks.parts_of`). Raises: ValueError as `open_folder`."""
-    parts = parts_of(path)
+    """A checkpoint, or a stack of layers of several (`stacks.stack_parts`). Raises: ValueError as `open_folder`."""
+    parts = stack_parts(path)
     if not parts:
         return open_folder(label, local_folder(label, path))
     opened = {part.path: _open_part(label, part.path) for part in parts}
@@ -228,7 +228,7 @@ def roots_of(opened: Mapping[str, Folder], given: Mapping[str, Path]) -> dict[st
     """
     roots = {name: folder.root for name, folder in opened.items()}
     for name, path in given.items():
-        for part in parts_of(Path(path)):
+        for part in stack_parts(Path(path)):
             model = (adapted_by(part.path) or [part.path])[0]
             root, words = local_folder(name, model), part.path.parts
             keys = (key_of("/".join(words[-depth:])) for depth in range(1, len(words) + 1))

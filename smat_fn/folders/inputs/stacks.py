@@ -22,7 +22,7 @@ _LAYER = re.compile(r"(.*?\.|)(\d+)\.(.+)")
 _FIRST = "embed", "wte", "wpe", "shared"  # leaves before the layers, by their names; all others come after them
 
 
-class Part(NamedTuple):
+class StackPart(NamedTuple):
     """Layers of a model."""
 
     path: Path  # its folder or hub name, or MODEL+ADAPTER (`adapted_by`)
@@ -31,13 +31,13 @@ class Part(NamedTuple):
     absent: bool = False
 
 
-def parts_of(path: Path) -> list[Part]:
+def stack_parts(path: Path) -> list[StackPart]:
     """The parts of a stack ``A[0:3]+B[1:4]``; none for anything that exists or is written otherwise."""
-    text, parts, place = str(path), list[Part](), 0
+    text, parts, place = str(path), list[StackPart](), 0
     if not text.endswith(("]", "]~")) or path.exists():
         return []
     while found := _PART.match(text, place):
-        parts.append(Part(Path(found[1]), int(found[2]), int(found[3]), bool(found[4])))
+        parts.append(StackPart(Path(found[1]), int(found[2]), int(found[3]), bool(found[4])))
         place = found.end()
     return parts if place == len(text) else []
 
@@ -48,20 +48,20 @@ def adapted_by(path: Path) -> tuple[Path, Path] | None:
     return (Path(model), Path(adapter)) if plus and model and adapter and not path.exists() else None
 
 
-def stack_of(parts: Sequence[Part]) -> Path:
-    """A stacked model as `parts_of` reads it."""
+def stack_of(parts: Sequence[StackPart]) -> Path:
+    """A stacked model as `stack_parts` reads it."""
     return Path("+".join(f"{p.path}[{p.start}:{p.stop}]{'~' * p.absent}" for p in parts))
 
 
 def folders_of(path: Path) -> list[Path]:
     """The folders, or hub names, that an input is read from."""
-    models = [part.path for part in parts_of(path)] or [path]
+    models = [part.path for part in stack_parts(path)] or [path]
     return list(dict.fromkeys(folder for model in models for folder in adapted_by(model) or [model]))
 
 
 def layers_read(path: Path) -> list[list[int]]:
     """The layers that a stack reads: of each part the place of its folder among them, start, stop, absent."""
-    parts = parts_of(path)
+    parts = stack_parts(path)
     places = list(dict.fromkeys(part.path for part in parts))
     return [[places.index(part.path), part.start, part.stop, int(part.absent)] for part in parts]
 

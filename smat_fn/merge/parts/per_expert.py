@@ -24,7 +24,7 @@ _SMALL = 1e-7  # an L1 norm below it is not divided by
 _ZERO = 1e-8  # nor is a sum of weights
 
 
-class Part(NamedTuple):
+class ExpertPart(NamedTuple):
     """Coordinates of one expert's leaf."""
 
     place: int  # of the expert
@@ -46,13 +46,13 @@ class Own(NamedTuple):
     weights: list[float]
     densities: list[float | None]  # None: the merger's own
 
-    def part(self, place: int, start: int, delta: Tensor, drawn: Tensor | None) -> Part:
+    def part(self, place: int, start: int, delta: Tensor, drawn: Tensor | None) -> ExpertPart:
         """Coordinates of one of the experts."""
-        return Part(place, self.names[place], self.path, self.shape, start, delta, drawn, self.densities[place])
+        return ExpertPart(place, self.names[place], self.path, self.shape, start, delta, drawn, self.densities[place])
 
 
 # a part with zeros for what goes; divided by keep probabilities, or, with True, as it is
-Sparsify: TypeAlias = Callable[[Part, bool], Tensor]
+Sparsify: TypeAlias = Callable[[ExpertPart, bool], Tensor]
 
 
 def combined(vectors: Sequence[Tensor], weights: Sequence[float], *, elect: bool, mean: bool) -> Tensor:

@@ -26,7 +26,7 @@ from ...suites import Suite, load_suite
 from ...types import Params
 from ..merge.inputs import check_weights, manifest_of, named, unreplaced, with_tasks_of
 from ..merge.suite import made_problems
-from ..merge.whole_models import lacking_problems, own_dtype, part_of, whole_base
+from ..merge.whole_models import lacking_problems, own_dtype, suite_part, whole_base
 
 SCORED = "expert", "merged"  # kinds of manifests that tell the tasks; an exported model is as one of another tool
 _FIELDS = {
@@ -425,7 +425,7 @@ def _of_other_tools(folder: Path, task: str, suite: Suite, report: Callable[[str
     notes = list[str]()
     stand_ins: dict[str, list[str]] | None = {} if getattr(suite, "OWN_HEADS", False) else None
     start, found = read_inputs(Path(suite.recipe["model"]), {task: folder}, notes, stand_ins=stand_ins)
-    part = None if start.keys() == suite.base.keys() else part_of(suite, start)
+    part = None if start.keys() == suite.base.keys() else suite_part(suite, start)
     errors.raise_problems(lacking_problems(str(folder), (stand_ins or {}).get(task, ()), suite, part))
     leaves = _of_suite(folder, found[task], suite, start)
     rounded = {
@@ -444,10 +444,10 @@ def _of_other_tools(folder: Path, task: str, suite: Suite, report: Callable[[str
 
 
 def _of_suite(folder: Path, leaves: dict[str, Tensor], suite: Suite, base: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The leaves that a suite takes of a model. Raises: ValueError as `part_of` and `Part.check` do."""
+    """The leaves that a suite takes of a model. Raises: ValueError as `suite_part` and `SuitePart.check` do."""
     if base.keys() == suite.base.keys():
         return leaves
-    part = part_of(suite, base)
+    part = suite_part(suite, base)
     part.check(str(folder), leaves)
     return part.of(leaves)
 

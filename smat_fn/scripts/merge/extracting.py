@@ -11,7 +11,7 @@ from ...folders import Extracted, extract_lora
 from ...folders.extraction import files_read
 from ...folders.files import Hashing
 from ...folders.inputs.opening import open_input
-from ...folders.inputs.stacks import parts_of
+from ...folders.inputs.stacks import stack_parts
 from ..recipes.places import placed_by_name, sources_text
 from .adapters import base_of
 from .finished import hashes, other_facts, other_reads, verify
@@ -27,7 +27,7 @@ def extract(args: ExtractLora) -> Extracted | None:
     Raises: ValueError as the library's function, with the way out for an expert of train.py.
     """
     settings = {name: getattr(args, name) for name in SETTINGS}
-    stack = {"stack": placed_by_name(args.expert) if parts_of(args.expert) else None}
+    stack = {"stack": placed_by_name(args.expert) if stack_parts(args.expert) else None}
     if not args.overwrite and _is_finished(args, settings | stack):
         return None
     texts = partial(_texts, args.threads, stack)

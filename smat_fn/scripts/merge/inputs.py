@@ -17,7 +17,7 @@ from ...errors import problems_of
 from ...folders import read_inputs
 from ...folders.inputs.adapters import is_adapter
 from ...folders.inputs.hub import repository_of
-from ...folders.inputs.stacks import folders_of, parts_of
+from ...folders.inputs.stacks import folders_of, stack_parts
 from ...folders.inputs.statistics import of_other_labels, stale, without
 from ...merge.parts.inputs import Leaves, flat_statistics
 from ...merge.parts.per_expert import Weighted
@@ -210,7 +210,7 @@ def weight_of(expert: Path) -> tuple[Path, float | None]:
     except ValueError:
         return expert, None
     folder = named(Path(head))[1]
-    return (Path(head), weight) if "@" in head or folder.exists() or parts_of(folder) else (expert, None)
+    return (Path(head), weight) if "@" in head or folder.exists() or stack_parts(folder) else (expert, None)
 
 
 def by_name(

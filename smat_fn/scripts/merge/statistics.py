@@ -22,7 +22,7 @@ from .. import outcome
 from .inputs import find_inputs, like_base, load_inputs, manifest_of, named, value_for
 from .settings import Statistics
 from .suite import OF_OTHERS, suite_and_part
-from .whole_models import Part
+from .whole_models import SuitePart
 
 _ELSEWHERE = "model", "data", "tasks"  # of a suite's recipe: what the weights and the digest of the rows say
 
@@ -90,7 +90,7 @@ def write_statistics(
     params: dict[str, Tensor],
     asked: Statistics,
     *,
-    part: Part | None = None,
+    part: SuitePart | None = None,
     print_of: Callable[[dict[str, Tensor]], str] = checkpoint.fingerprint,
 ) -> Iterator[str]:
     """Statistics of one expert, written into its folder; those that are there already are kept.

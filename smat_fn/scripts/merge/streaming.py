@@ -32,7 +32,7 @@ from ...folders.files import UNITS, Hashing, size_text
 from ...folders.inputs.adapters import is_adapter
 from ...folders.inputs.opening import open_input
 from ...folders.inputs.side_files import TOKENIZER
-from ...folders.inputs.stacks import parts_of
+from ...folders.inputs.stacks import stack_parts
 from ...folders.multi_task import is_several, merge_several, open_several, plan_several, prepare_several
 from ...folders.streaming.chunks import Job
 from ...folders.writing import Shard, exclusive, tidy
@@ -376,8 +376,8 @@ def _whose(order: Order) -> dict[str, list[Path]]:
 
 def _stacks(order: Order) -> dict[str, Any]:
     """The parts of stacked models, by name, and those of base; None where there are none."""
-    found = {name: placed_by_name(path) for name, path in order.experts.items() if parts_of(path)}
-    return {"stacks": found or None, "base_stack": placed_by_name(order.base) if parts_of(order.base) else None}
+    found = {name: placed_by_name(path) for name, path in order.experts.items() if stack_parts(path)}
+    return {"stacks": found or None, "base_stack": placed_by_name(order.base) if stack_parts(order.base) else None}
 
 
 def _recipe(config: MergerConfig, order: Order) -> str:

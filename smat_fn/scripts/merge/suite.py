@@ -9,7 +9,7 @@ from ... import checkpoint, errors
 from ...errors import problems_of
 from ...suites import Suite, describe_options, load_suite
 from .inputs import Inputs, value_for, with_tasks_of
-from .whole_models import Part, lacking_problems, of_whole_models, own_dtype, part_of
+from .whole_models import SuitePart, lacking_problems, of_whole_models, own_dtype, suite_part
 
 
 def common_suite(
@@ -33,7 +33,7 @@ def suite_and_part(
     implied: Mapping[str, Any] = MappingProxyType({}),
     whole: bool = True,
     preset: bool = False,
-) -> tuple[Suite, Part | None]:
+) -> tuple[Suite, SuitePart | None]:
     """The suite that all experts were trained on, with some options changed, and which part of base it trains.
 
     Where no expert names one, it is the implied one. Its dtype is that of base unless it is given.
@@ -64,7 +64,7 @@ def suite_and_part(
         ]
     )
     scores_whole = whole and not recipes and "model" in suite.recipe and suite.base.keys() != inputs.base.keys()
-    part = part_of(suite, inputs.base) if scores_whole else None
+    part = suite_part(suite, inputs.base) if scores_whole else None
     trained = inputs.base if part is None else part.of(inputs.base)
     if not checkpoint.same(suite.base, trained):
         raise ValueError(

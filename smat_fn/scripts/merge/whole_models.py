@@ -17,7 +17,7 @@ from ...suites import SUITES, Suite, describe_options
 from ...tree import dtype_name
 
 
-class Part(NamedTuple):
+class SuitePart(NamedTuple):
     """Where the leaves that a suite trains are in a whole model."""
 
     base: Leaves  # the whole model's, as it is stored
@@ -59,7 +59,7 @@ class Part(NamedTuple):
         return own if self.naming is None else self.naming.seen(own)
 
 
-def part_of(suite: Suite, base: Leaves) -> Part:
+def suite_part(suite: Suite, base: Leaves) -> SuitePart:
     """Where the leaves of a suite are in its whole model. Raises: ValueError where they are in no or several places."""
     root = local_folder("base", Path(suite.recipe["model"]))
     whole, part = (
@@ -71,10 +71,10 @@ def part_of(suite: Suite, base: Leaves) -> Part:
     others = {path: leaf for path, leaf in view.leaves.items() if path not in names}
     unused = {path for path, leaf in others.items() if predicts_ahead(path, config) or computed(path, leaf)}
     read = [path for path in view.leaves if (known is None or path in known) and path not in unused]
-    return Part(base, view, names, naming, suite.name, read)
+    return SuitePart(base, view, names, naming, suite.name, read)
 
 
-def lacking_problems(label: str, stand_ins: Collection[str], suite: Suite, part: Part | None) -> list[str]:
+def lacking_problems(label: str, stand_ins: Collection[str], suite: Suite, part: SuitePart | None) -> list[str]:
     """An error for leaves of base that stand in for those of a model's own head, where scores depend on them.
 
     Args: part: None where the suite's leaves are the whole model.
@@ -103,7 +103,7 @@ def own_dtype(suite: Any, leaves: Leaves) -> dict[str, str]:
     return {"dtype": found.pop()} if known and len(found) == 1 else {}
 
 
-def of_whole_models(suite: Suite, part: Part) -> Suite:
+def of_whole_models(suite: Suite, part: SuitePart) -> Suite:
     """A suite whose base is the whole model, for scoring alone: `Suite.loss_fn` still takes the part."""
 
     def on(score: Callable[..., float]) -> Callable[..., float]:

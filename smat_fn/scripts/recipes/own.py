@@ -11,7 +11,7 @@ import yaml
 from ... import __version__, errors
 from ...config import MERGERS, MORE_MERGERS, MergerConfig, Semantics
 from ...folders import Options
-from ...folders.inputs.stacks import parts_of
+from ...folders.inputs.stacks import stack_parts
 from .forms import number_of
 from .places import folders_beside, placed, placed_by_name
 
@@ -102,7 +102,7 @@ def read_own(found: Mapping[str, Any], file: Path) -> Recipe:
 
 def _gone(place: Path) -> bool:
     """Whether a name is that of no folder here, and of no repository."""
-    return not place.exists() and not parts_of(place) and len(place.parts) == 1
+    return not place.exists() and not stack_parts(place) and len(place.parts) == 1
 
 
 def _number_problems(merger: type[MergerConfig], coef: float, options: Any) -> Iterator[str]:

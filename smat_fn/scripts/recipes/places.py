@@ -9,12 +9,12 @@ from typing import Any
 from ... import checkpoint
 from ...folders.inputs.hub import repository_of
 from ...folders.inputs.reading import is_single
-from ...folders.inputs.stacks import adapted_by, parts_of, stack_of
+from ...folders.inputs.stacks import adapted_by, stack_of, stack_parts
 
 
 def placed(given: str, places: Sequence[Path]) -> Path:
     """The path of an input: the place of this machine that is named; a stack has the paths of its parts."""
-    if parts := parts_of(Path(given)):
+    if parts := stack_parts(Path(given)):
         return stack_of([part._replace(path=placed(str(part.path), places)) for part in parts])
     if pair := adapted_by(Path(given)):
         return Path("+".join(str(placed(str(own), places)) for own in pair))
@@ -53,7 +53,7 @@ def placed_by_name(path: Path, depth: int = 1) -> str:
     Args: depth: names of folders above it, and its own, that are given; of different parts of one name as many as tell
         them from each other.
     """
-    if parts := parts_of(path):
+    if parts := stack_parts(path):
         given = {part.path for part in parts}
         while len({placed_by_name(own, depth) for own in given}) < len({os.path.abspath(own) for own in given}):
             depth += 1

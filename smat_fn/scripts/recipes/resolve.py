@@ -13,7 +13,7 @@ from ...config import MergerConfig
 from ...folders.inputs.hub import header_problems, local_folder, unavailable
 from ...folders.inputs.opening import key_of, open_input
 from ...folders.inputs.side_files import TOKENIZER, files_of
-from ...folders.inputs.stacks import Part, adapted_by, is_first, layer_of, layers_of, stack_of
+from ...folders.inputs.stacks import StackPart, adapted_by, is_first, layer_of, layers_of, stack_of
 from ...where import blocks_of, unet_problems
 from .methods import METHODS, Method, Resolved, nuslerp_alone, values_of
 from .own import Recipe
@@ -119,7 +119,7 @@ def _whole(ref: str, base: str) -> Path:
         return Path(ref)
     if str(pair[0]) == str(Path(base)):
         return pair[1]
-    return stack_of([Part(Path(ref), 0, layers_of(open_input(ref, pair[0])))])
+    return stack_of([StackPart(Path(ref), 0, layers_of(open_input(ref, pair[0])))])
 
 
 def _by_leaf(config: MergerConfig, coef: Any) -> bool:
@@ -252,7 +252,7 @@ def _base_of(sources: Sequence[Source], origin: str | None) -> Source:
 def _stack(sources: Sequence[Source], uneven: bool = False) -> Path:
     """Args: uneven: the merger leaves out absent models; else their weight is 0."""
     parts = [(source, *(source.layers or (0, 0))) for source in sources]
-    return stack_of([Part(Path(s.ref), start, stop, s.absent and uneven) for s, start, stop in parts])
+    return stack_of([StackPart(Path(s.ref), start, stop, s.absent and uneven) for s, start, stop in parts])
 
 
 def _whole_spots(paths: Iterable[str]) -> dict[str, Spot]:
