@@ -107,6 +107,11 @@ def count_problem(name: str, value: Any, low: int = 1) -> list[str]:
     return [] if fine else [f"{name} is {value!r}, must be an integer of at least {low}"]
 
 
+def flag_problems(**flags: object) -> list[str]:
+    """Errors for switches that are not bools: a text such as "False" would count as True."""
+    return [f"{name} is {value!r}, must be True or False" for name, value in flags.items() if type(value) is not bool]
+
+
 def printable(text: str) -> str:
     """The text with control characters as escapes, ``\\x1b``: names in files may hold commands to a terminal."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import checkpoint, errors, random
-from ..errors import check_member, count_problem, problems_of
+from ..errors import check_member, count_problem, flag_problems, problems_of
 from ..merge.parts.coefs import Rules, coefs_of, matches
 from ..merge.parts.inputs import coef_problems, of_two_dtypes
 from ..merge.parts.merger import Merger
@@ -159,7 +159,7 @@ def _value_problems(
     return [
         *(text for name, value in sizes.items() for text in count_problem(name, value)),
         *(text for name, (value, known) in members.items() for text in problems_of(check_member, name, value, known)),
-        *(f"{name} is {value!r}, must be True or False" for name, value in flags.items() if type(value) is not bool),
+        *flag_problems(**flags),
     ]
 
 

@@ -232,14 +232,6 @@ def gradient_problems(leaves: Mapping[str, nn.Parameter]) -> list[str]:
     return []
 
 
-def factor_problems(schedule: Schedule, leaves: Mapping[str, Tensor]) -> list[str]:
-    """The error for factors of alpha that name no trained parameter."""
-    if unknown := [path for path in schedule.factors or {} if path not in leaves]:
-        few = errors.some_of(unknown)
-        return [f"factors of alpha name {few}, which are not trained parameters of the model: leave them out"]
-    return []
-
-
 def describe(schedule: Schedule, leaves: Mapping[str, Tensor], where: Predicate) -> str:
     """One line: which steps, which operations, and which parameters are masked."""
     if schedule.off:

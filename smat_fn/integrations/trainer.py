@@ -23,6 +23,7 @@ from ..mat.offload import storage
 from ..mat.smat import Schedule
 from ..mat.weights import SimulatedWeights
 from ..simulation import Draw
+from ..simulation.state import unknown_factors
 from ..tree import predicate
 from ..types import Noise, Params, Predicate, Where
 from ..where import block_linear, mask_problems
@@ -149,7 +150,7 @@ class Attached:
         else:
             found = trained.changes(self._own, leaves, "at attach")
             problems += found + (["freeze, unfreeze and resize before attach"] if found else [])
-        problems += checks.factor_problems(self._schedule, leaves)
+        problems += unknown_factors(self._schedule.factors or {}, leaves, "factors of alpha name")
         errors.raise_problems(problems + mask_problems(where, leaves, self._schedule.drop_prob))
         self._text = checks.describe(self._schedule, leaves, where)
         return leaves

@@ -6,7 +6,7 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor
 
 from .. import ops, tree
-from ..errors import raise_problems
+from ..errors import flag_problems, raise_problems
 from ..execution import no_grad
 from ..grad import keyed, value_and_grad
 from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Where
@@ -66,7 +66,7 @@ def build(
     raise_problems(
         step.check(optimizer, max_grad_norm, engine, donate=donate)
         + step.check_not_negative(rho=rho)
-        + step.check_flags(adaptive=adaptive),
+        + flag_problems(adaptive=adaptive),
         "asam",
     )
     at = value_and_grad(keyed(loss_fn), engine=engine)

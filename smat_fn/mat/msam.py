@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..errors import raise_problems
+from ..errors import flag_problems, raise_problems
 from ..execution import no_grad
 from ..grad import keyed, value_and_grad
 from ..optim import momentum_of
@@ -90,7 +90,7 @@ def build(
     Source: Becker, Altrock and Risse, 2024 (Momentum-SAM); Kwon et al., 2021 (the climb in units of the weights).
     """
     problems = step.check(optimizer, max_grad_norm, engine, donate=donate) + step.check_not_negative(rho=rho)
-    problems += step.check_flags(adaptive=adaptive)
+    problems += flag_problems(adaptive=adaptive)
     if along not in get_args(Along):
         problems.append(f"along is {along!r}, choose one of {', '.join(get_args(Along))}")
     raise_problems(problems, "msam")

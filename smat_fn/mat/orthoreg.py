@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..errors import collected, raise_problems, some_of
+from ..errors import collected, flag_problems, raise_problems, some_of
 from ..execution import no_grad, transformed, unrounded
 from ..grad import keyed, value_and_grad
 from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Predicate, Where
@@ -69,7 +69,7 @@ def build(
     Source: Liu et al., 2026; paper section 5.1.
     """
     problems = step.check(optimizer, max_grad_norm, engine, donate=donate)
-    problems += step.check_not_negative(lambda_reg=lambda_reg) + step.check_flags(block_only=block_only)
+    problems += step.check_not_negative(lambda_reg=lambda_reg) + flag_problems(block_only=block_only)
     if block_only and where not in (None, never):
         with collected(problems):
             leaves, picks = tree.flatten(base), cast(Predicate, tree.predicate(where))

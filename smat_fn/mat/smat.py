@@ -2,20 +2,20 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from .. import random, tree
-from ..errors import count_problem, problems_of, raise_problems, some_of
+from ..errors import count_problem, flag_problems, problems_of, raise_problems
 from ..grad import Keyed, keyed, value_and_grad
 from ..optim import momentum_of
 from ..optim.chain import clip
 from ..simulation import Draw, draw, opposite, reweight, reweight_and_clip, simulate
 from ..simulation.losses import check_lam
-from ..simulation.state import Number, all_off, draw_problems, factor_problems
+from ..simulation.state import Number, all_off, draw_problems, factor_problems, unknown_factors
 from ..types import Aux, Batch, Engine, LossFn, Method, Noise, Offload, Optimizer, Params, Where
 from ..where import by_depth, mask_problems
 from . import asam, step
@@ -101,7 +101,7 @@ class Schedule:
             object.__setattr__(self, "period", int(self.period))  # of numpy
         problems = draw_problems(self.alpha_min, self.drop_prob, self.sigma, self.noise, self.alpha_max)
         problems += [f"{text} (1 simulates every step)" for text in count_problem("period", self.period)]
-        problems += step.check_flags(antithetic=self.antithetic)
+        problems += flag_problems(antithetic=self.antithetic)
         raise_problems(problems + factor_problems({} if self.factors is None else self.factors))
 
     @property
@@ -380,10 +380,7 @@ def _factors(alpha_depth: AlphaDepth | None, like: Params) -> tuple[dict[str, fl
             found = by_depth(paths, low, high)
     except (ValueError, TypeError) as error:
         return {}, [f"alpha_depth is {alpha_depth}: {error}"]
-    if odd := [f"{path} {factor!r}" for path, factor in found.items() if not isinstance(factor, Real)]:
-        return {}, [f"alpha_depth has factors that are not numbers: {some_of(odd)}"]
-    unknown = [f"alpha_depth names {path!r}, which is not a parameter" for path in found.keys() - set(paths)]
-    return found, sorted(unknown)
+    return found, unknown_factors(found, paths, "alpha_depth names")
 
 
 def _deciding(

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import random, tree
-from ..errors import problems_of, raise_problems, shortened, some_of, takes
+from ..errors import flag_problems, problems_of, raise_problems, shortened, some_of, takes
 from ..execution import transformed, unread, valueless
 from ..grad import Keyed
 from ..simulation import reweight_and_clip
@@ -243,14 +243,9 @@ def check_not_negative(**numbers: float | Tensor) -> list[str]:
     ]
 
 
-def check_flags(**flags: object) -> list[str]:
-    """Errors for switches that are not bools: a text such as "False" would count as True."""
-    return [f"{name} is {value!r}, must be True or False" for name, value in flags.items() if type(value) is not bool]
-
-
 def check(optimizer: Any, max_grad_norm: float | None, engine: str, *, donate: bool) -> list[str]:
     """Errors for the arguments that all methods share."""
-    problems = check_flags(donate=donate)
+    problems = flag_problems(donate=donate)
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         problems.append(f"optimizer is a {type(optimizer).__name__}: give one with init and update (smat_fn.optim)")
     elif donate and not takes(optimizer.update, 3, donate=True):

@@ -12,6 +12,7 @@ from .. import tree
 from ..errors import count_problem, raise_problems, shortened, some_of
 from ..grad import trained
 from ..simulation import Draw, reweight, simulate
+from ..simulation.state import unknown_factors
 from ..types import Params, Where
 from ..where import block_linear, mask_problems, never
 from .offload.storage import BaseBuffer
@@ -165,10 +166,7 @@ class SimulatedWeights:
         self._differentiated |= len(same) < len(ended) or written
 
     def _draw_problems(self, drawn: Draw) -> list[str]:
-        problems = []
-        if unknown := [path for path in drawn.factors if path not in self._parameters]:
-            problems.append(f"factors of alpha name {some_of(unknown)}, which are not parameters here")
-        picks = self._where
+        problems, picks = unknown_factors(drawn.factors, self._parameters, "factors of alpha name"), self._where
         self._masks = (
             self._masks
             or picks is None

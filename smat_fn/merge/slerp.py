@@ -8,13 +8,13 @@ from typing import ClassVar, Literal, TypeAlias, get_args
 
 from torch import Tensor
 
-from ..errors import all_at_once
+from ..errors import all_at_once, flag_problems
 from ..types import Params
 from .nuslerp import between, shares_of
 from .parts import looped
 from .parts.arithmetic import cosine, gram, largest
 from .parts.chunks import Fuse, merge_weights
-from .parts.inputs import Experts, check_alone, coef_problems, count_problems, flag_problems
+from .parts.inputs import Experts, check_alone, coef_problems, count_problems
 from .parts.merger import Mapped, Merger, Rule
 
 _SMALL = 1e-8  # a norm that counts as 1

@@ -7,13 +7,13 @@ from functools import partial
 
 from torch import Tensor
 
-from ..errors import all_at_once
+from ..errors import all_at_once, flag_problems
 from ..types import Params
 from .parts import looped
 from .parts.arithmetic import divided, weighted
 from .parts.chunks import merge_weights
 from .parts.coefs import Rules, coef_of
-from .parts.inputs import Experts, check_alone, flag_problems, type_problems
+from .parts.inputs import Experts, check_alone, type_problems
 from .parts.merger import Mapped, Merger, Rule
 from .parts.per_expert import names_of
 

@@ -1,7 +1,7 @@
 """`draw`, `simulate` and its gradient `reweight` on any tree: checks and paths around the operations of smat_fn.ops."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from numbers import Real
 from typing import NamedTuple, TypeAlias, cast, get_args
 
@@ -210,9 +210,15 @@ def factor_problems(factors: Mapping[str, float]) -> list[str]:
         return [f"factors is {factors!r}: give a mapping {{parameter name: number}}"]
     if odd := [f"{path} {factor!r}" for path, factor in factors.items() if not isinstance(factor, Real)]:
         return [f"factors of alpha must be numbers: {some_of(odd)}"]
-    finite = (isinstance(factor, Real) and abs(factor) < math.inf for factor in factors.values())
-    bad = [f"{path} {factor}" for (path, factor), fine in zip(factors.items(), finite, strict=True) if not fine]
+    bad = [f"{path} {factor}" for path, factor in factors.items() if not abs(factor) < math.inf]
     return [f"factors of alpha must be finite: {some_of(bad)}"] if bad else []
+
+
+def unknown_factors(factors: Mapping[str, float], leaves: Collection[str], subject: str) -> list[str]:
+    """The error for factors of alpha of other names than the leaves'. Args: subject: "factors of alpha name"."""
+    unknown = [repr(path) for path in factors if path not in leaves]
+    way = "which no parameter here has: correct the names, or leave them out"
+    return [f"{subject} {some_of(unknown)}, {way}"] if unknown else []
 
 
 def all_off(alpha_min: Number, drop_prob: Number, sigma: Number) -> bool:
@@ -260,9 +266,8 @@ def simulate(
     check_devices(leaves, origins)
     targets, in_place = _targets(out, leaves, origins)
     offsets = _check_starts(starts, leaves)
-    if isinstance(draw, Draw) and (unknown := [path for path in draw.factors if path not in leaves]):
-        few = some_of(map(repr, unknown))
-        raise ValueError(f"factors of alpha name {few}, which are not parameters here: name those of params")
+    if isinstance(draw, Draw) and draw.factors:
+        raise_problems(unknown_factors(draw.factors, leaves, "factors of alpha name"))
     result: dict[str, Tensor] = {}
     for part in draw_parts(leaves, draw, where, offsets):
         theta, theta_0 = [leaves[path] for path in part.paths], [origins[path] for path in part.paths]

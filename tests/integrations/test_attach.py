@@ -128,7 +128,7 @@ def test_options_beyond_the_papers_are_those_of_build(tmp_path, caplog):
     assert checks.resume_problems(record | {"factors": {}}, record | {"factors": {"layers.0": 1.0}}) == []
     assert checks.resume_problems(json.loads(json.dumps(record)), record) == []
     other = own_trainer(tiny_llama(), tmp_path)
-    with pytest.raises(ValueError, match="factors of alpha name mlp, which are not trained parameters of the model"):
+    with pytest.raises(ValueError, match="factors of alpha name 'mlp', which no parameter here has"):
         attach(other, key=KEY, factors={"mlp": 0.5}, **STRENGTHS)
 
 

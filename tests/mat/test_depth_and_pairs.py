@@ -139,7 +139,7 @@ def test_the_opposite_mask_drops_as_often_and_elsewhere(prob):
 
 def test_factors_that_cannot_be_had_are_refused():
     for bad, text in (
-        ({"layers.9": 1.0}, "alpha_depth names 'layers.9', which is not a parameter"),
+        ({"layers.9": 1.0}, "alpha_depth names 'layers.9', which no parameter here has"),
         ({"head": float("inf")}, "factors of alpha must be finite: head inf"),
         ((0.5, float("nan")), "high is nan, must be finite"),
     ):

@@ -350,7 +350,7 @@ def test_bad_periods_are_refused(period):
     [
         ({"antithetic": "no"}, "antithetic is 'no', must be True or False"),
         ({"alpha_depth": 0.5}, "alpha_depth is 0.5: cannot unpack"),
-        ({"alpha_depth": {"w": "a"}}, "alpha_depth has factors that are not numbers: w 'a'"),
+        ({"alpha_depth": {"w": "a"}}, "factors of alpha must be numbers: w 'a'"),
         ({"period": True}, "period is True, must be an integer"),
     ],
 )

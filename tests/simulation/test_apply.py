@@ -489,7 +489,7 @@ def test_bad_starts_are_refused_together():
 
 def test_factors_of_other_paths_are_refused():
     drawn = draw(random.key(1), alpha_min=0.2, drop_prob=0.5, sigma=2e-3, factors={"a": 0.5, "typo": 0.0})
-    with pytest.raises(ValueError, match="factors of alpha name 'typo', which are not parameters here"):
+    with pytest.raises(ValueError, match="factors of alpha name 'typo', which no parameter here has"):
         simulate(GOOD, GOOD, drawn)
     part = {"a": GOOD["a"]}
     simulate(part, part, state_module.of_leaves(drawn, part))

@@ -50,11 +50,6 @@ def type_problems(**values: object) -> list[str]:
     return problems
 
 
-def flag_problems(**flags: object) -> list[str]:
-    """Errors for switches that are not bools: a text such as "False" would count as True."""
-    return [f"{name} is {value!r}, must be True or False" for name, value in flags.items() if type(value) is not bool]
-
-
 _NO_DERIVATIVE = (
     "and merging has no derivative: detach it, merge outside of what is differentiated, or write the merge with "
     "smat_fn.merge.task_vector and apply_vector, which have one"

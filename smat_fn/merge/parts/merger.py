@@ -11,12 +11,12 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ...errors import raise_problems
+from ...errors import flag_problems, raise_problems
 from ...types import Params, Scope
 from . import arithmetic
 from .arithmetic import gram, gram_memory
 from .chunks import CHUNK, Fuse, compute_dtype, delta_of, fields_of, groups, mask_keys, pieces
-from .inputs import Experts, Leaves, check, coef_problems, flag_problems, key_problems, tied_problems, type_problems
+from .inputs import Experts, Leaves, check, coef_problems, key_problems, tied_problems, type_problems
 from .looped import Loop, Window
 from .ranks import order_of, position_of, value_of
 from .vectors import applied
