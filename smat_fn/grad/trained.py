@@ -27,6 +27,48 @@ def leaves_of(module: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
+def weight_problems(parameters: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> list[str]:
+    """Errors for weights that cannot be replaced."""
+    if wrong := [
+        f"{name} is a {type(given).__name__}, must be a dict of tensors by name"
+        for name, given in (("parameters", parameters), ("base", base))
+        if not hasattr(given, "items")
+    ]:
+        return wrong
+    problems = []
+    held = {path: p.data_ptr() for path, p in parameters.items() if path in base and type(p) in tree.PLAIN}
+    if same := [path for path, place in held.items() if place and place == base[path].data_ptr()]:
+        problems.append(
+            f"base shares memory with the parameters ({errors.some_of(same)}), so that theta_0 "
+            "would follow theta: give copies, {name: p.detach().clone() for name, p in module.named_parameters()}"
+        )
+    problems += errors.shortened(
+        [
+            f"parameters {first!r} and {second!r} share memory, which theta~ would separate: give a tied weight once"
+            for first, second in tree.sharing(parameters)
+        ],
+        "{} more share memory",
+    )
+    if frozen := [path for path, p in parameters.items() if isinstance(p, nn.Parameter) and not p.requires_grad]:
+        problems.append(
+            f"parameters are frozen ({errors.some_of(frozen)}), and Perturb would add noise to them: "
+            "give those with requires_grad"
+        )
+    problems += [*tree.device_problems(parameters), *fsdp1_problems(parameters)]
+    if sharded := [path for path, p in parameters.items() if hasattr(p, "to_local")]:
+        problems.append(f"parameters are DTensors ({errors.some_of(sharded)}): use smat_fn.parallel.simulated_shards")
+    return problems
+
+
+def fsdp1_problems(parameters: Mapping[str, Tensor]) -> list[str]:
+    """Errors for parameters of FSDP1, which copies what their storage is switched to into its flat parameter."""
+    owned = [path for path, p in parameters.items() if hasattr(p, "_fsdp_flattened") or hasattr(p, "_is_flat_param")]
+    return [
+        f"FSDP1 owns the storage of {errors.some_of(owned)}: shard by FSDP2 (torch.distributed.fsdp.fully_shard), and "
+        "simulate by smat_fn.parallel.simulated_shards"
+    ] * bool(owned)
+
+
 def changes(before: Mapping[str, Tensor], now: Mapping[str, Tensor], since: str) -> list[str]:
     """Errors for trainable parameters that are not those of before."""
     problems = [f"parameter {path!r} is trained now, and was not {since}" for path in now if path not in before]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import tree
-from ..errors import count_problem, raise_problems, shortened, some_of
+from ..errors import count_problem, raise_problems, some_of
 from ..grad import trained
 from ..simulation import Draw, reweight, simulate
 from ..simulation.state import unknown_factors
@@ -57,7 +57,7 @@ class SimulatedWeights:
         problems = [] if slices is None else count_problem("slices", slices)
         if slices is not None and not (switch and starts is None):
             problems.append("slices needs switch=True and starts=None: leave it out, and the base stays where it is")
-        raise_problems(problems + _parameter_problems(parameters, base), "SimulatedWeights")
+        raise_problems(problems + trained.weight_problems(parameters, base), "SimulatedWeights")
         self._parameters, self._base, self._where, self._starts = parameters, base, tree.predicate(where), starts
         self._switch, self._drawn = switch, cast(Draw | None, None)
         self._once = once or slices is not None  # a base in host memory has become theta~
@@ -337,48 +337,6 @@ class SimulatedWeights:
         with torch.no_grad():
             reweight(grads, drawn, where=self._where, out=grads, starts=starts)
         self._drawn, self._passed, self._differentiated = None, None, False
-
-
-def _parameter_problems(parameters: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> list[str]:
-    """Errors for weights that cannot be replaced."""
-    if wrong := [
-        f"{name} is a {type(given).__name__}, must be a dict of tensors by name"
-        for name, given in (("parameters", parameters), ("base", base))
-        if not hasattr(given, "items")
-    ]:
-        return wrong
-    problems = []
-    held = {path: p.data_ptr() for path, p in parameters.items() if path in base and type(p) in tree.PLAIN}
-    if same := [path for path, place in held.items() if place and place == base[path].data_ptr()]:
-        problems.append(
-            f"base shares memory with the parameters ({some_of(same)}), so that theta_0 "
-            "would follow theta: give copies, {name: p.detach().clone() for name, p in module.named_parameters()}"
-        )
-    problems += shortened(
-        [
-            f"parameters {first!r} and {second!r} share memory, which theta~ would separate: give a tied weight once"
-            for first, second in tree.sharing(parameters)
-        ],
-        "{} more share memory",
-    )
-    if frozen := [path for path, p in parameters.items() if isinstance(p, nn.Parameter) and not p.requires_grad]:
-        problems.append(
-            f"parameters are frozen ({some_of(frozen)}), and Perturb would add noise to them: "
-            "give those with requires_grad"
-        )
-    problems += [*tree.device_problems(parameters), *fsdp1_problems(parameters)]
-    if sharded := [path for path, p in parameters.items() if hasattr(p, "to_local")]:
-        problems.append(f"parameters are DTensors ({some_of(sharded)}): use smat_fn.parallel.simulated_shards")
-    return problems
-
-
-def fsdp1_problems(parameters: Mapping[str, Tensor]) -> list[str]:
-    """Errors for parameters of FSDP1, which copies what their storage is switched to into its flat parameter."""
-    owned = [path for path, p in parameters.items() if hasattr(p, "_fsdp_flattened") or hasattr(p, "_is_flat_param")]
-    return [
-        f"FSDP1 owns the storage of {some_of(owned)}: shard by FSDP2 (torch.distributed.fsdp.fully_shard), and "
-        "simulate by smat_fn.parallel.simulated_shards"
-    ] * bool(owned)
 
 
 def _norms(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import errors, tree
-from ..mat.weights import SimulatedWeights, fsdp1_problems
+from ..grad import trained
+from ..mat.weights import SimulatedWeights
 from ..simulation import Draw, reweight
 from ..types import Predicate, Where
 
@@ -113,7 +114,7 @@ def _reshard(module: nn.Module) -> None:
 def _leaves(module: nn.Module) -> dict[str, Any]:
     """The trained parameters. Raises: ValueError for those of FSDP1, whose shards do not say where they begin."""
     leaves = {path: p for path, p in module.named_parameters() if p.requires_grad}
-    errors.raise_problems(fsdp1_problems(leaves))
+    errors.raise_problems(trained.fsdp1_problems(leaves))
     return tree.flatten_unwrapped(leaves)
 
 
