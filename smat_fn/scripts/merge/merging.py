@@ -79,11 +79,7 @@ def merge_run(
     Returns: merged models by folder.
     Raises: ValueError that lists all problems of inputs, options and outputs before any merging.
     """
-    asked = Request(
-        configs=configs, base=base, experts=experts, out=out, search=search, calibration=calibration, seed=seed,
-        overwrite=overwrite, options=options, implied=implied, coefs=coefs, widen=widen, snapshots=snapshots,
-        sweeps=sweeps, lines=lines,
-    )  # fmt: skip
+    asked = Request(**{name: given for name, given in locals().items() if name != "report"})
     inputs, suite, facts, kept = _checked(asked)
     note = ""
     if len(kept) < len(configs):
