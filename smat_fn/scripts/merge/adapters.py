@@ -7,20 +7,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ... import __version__, checkpoint, errors, random
+from ... import __version__, errors, random
 from ... import merge as mergers
 from ...config import MERGERS, MORE_MERGERS, MergerConfig, preset_of, resolve
 from ...folders import Combined
 from ...folders import merge_adapters as write
 from ...folders.combining import files_read
-from ...folders.files import Hashing, digests
-from ...folders.inputs.adapters import CONFIG
+from ...folders.files import digests
 from ...folders.inputs.hub import local_folder
 from ...merge.around.factors import Factors, option_problems
 from ...merge.parts.masked import Masked
 from ...merge.parts.merger import Merger
 from .card import adapter_card, licenses_of
-from .finished import hashes, other_facts, other_reads, texts, verify
+from .finished import base_of, hashes, is_finished, texts
 from .inputs import by_name, mask_key, model_names, weight_of
 from .settings import MergeAdapters
 
@@ -64,31 +63,17 @@ def merge(args: MergeAdapters) -> Combined | None:
         "merge_seed": args.seed,
     }
     adapters = {name: path for name, path, _ in found}
-    if not args.overwrite and _is_finished(args, facts, adapters):
+    inputs = partial(_inputs, args, adapters)
+    if not args.overwrite and is_finished(args.out, "merged", facts, inputs, args.threads):
         return None
     texts = partial(_texts, facts)
     return write(adapters, args.out, combine, base=args.base, overwrite=args.overwrite, texts=texts)
 
 
-def _is_finished(args: MergeAdapters, facts: Mapping[str, Any], adapters: Mapping[str, Path]) -> bool:
-    """Whether ``--out`` holds what these settings make of these files, unchanged."""
-    try:
-        manifest = checkpoint.load_manifest(args.out)
-        if manifest.get("adapter") != "merged" or other_facts(manifest, facts):
-            return False
-        places = {name: local_folder(f"adapter {name!r}", Path(path), fetch=False) for name, path in adapters.items()}
-        base, *named = (base_of(place) for place in (args.out, *places.values()))
-        if base != (args.base or named[0]):
-            return False
-        with Hashing(args.threads) as hashing:
-            return not other_reads(args.out, files_read(places), hashing) and not verify(args.out, hashing=hashing)[1]
-    except (ValueError, OSError, KeyError, AttributeError):  # the folder or an adapter is broken, as the merge says
-        return False
-
-
-def base_of(adapter: Path) -> Any:
-    """The base that an adapter's configuration names."""
-    return checkpoint.read_json(adapter / CONFIG).get("base_model_name_or_path")
+def _inputs(args: MergeAdapters, adapters: Mapping[str, Path]) -> tuple[Any, dict[str, list[Path]]]:
+    places = {name: local_folder(f"adapter {name!r}", Path(path), fetch=False) for name, path in adapters.items()}
+    named = [base_of(place) for place in places.values()]
+    return args.base or named[0], files_read(places)
 
 
 def by_module(

@@ -13,8 +13,7 @@ from ...folders.files import Hashing
 from ...folders.inputs.opening import open_input
 from ...folders.inputs.stacks import stack_parts
 from ..recipes.places import placed_by_name, sources_text
-from .adapters import base_of
-from .finished import hashes, other_facts, other_reads, verify
+from .finished import hashes, is_finished
 from .inputs import manifest_of
 from .settings import ExtractLora
 
@@ -28,7 +27,8 @@ def extract(args: ExtractLora) -> Extracted | None:
     """
     settings = {name: getattr(args, name) for name in SETTINGS}
     stack = {"stack": placed_by_name(args.expert) if stack_parts(args.expert) else None}
-    if not args.overwrite and _is_finished(args, settings | stack):
+    inputs = lambda: (str(args.base), files_read(args.base, args.expert))  # noqa: E731
+    if not args.overwrite and is_finished(args.out, "extracted", settings | stack, inputs, args.threads):
         return None
     texts = partial(_texts, args.threads, stack)
     try:
@@ -40,21 +40,6 @@ def extract(args: ExtractLora) -> Extracted | None:
         raise ValueError(
             f"{args.expert} has the names of train.py, not those of {args.base}: {way} ({error})"
         ) from error
-
-
-def _is_finished(args: ExtractLora, settings: Mapping[str, Any]) -> bool:
-    """Whether ``--out`` holds what these settings make of these files, unchanged."""
-    try:
-        manifest = checkpoint.load_manifest(args.out)
-        if manifest.get("adapter") != "extracted" or other_facts(manifest, settings):
-            return False
-        if base_of(args.out) != str(args.base):
-            return False
-        with Hashing(args.threads) as hashing:
-            read = files_read(args.base, args.expert)
-            return not other_reads(args.out, read, hashing) and not verify(args.out, hashing=hashing)[1]
-    except (ValueError, OSError, KeyError, AttributeError):  # the folder or an input is broken, as the library says
-        return False
 
 
 def _texts(

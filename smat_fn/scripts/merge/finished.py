@@ -9,6 +9,7 @@ from typing import Any
 
 from ... import __version__, checkpoint
 from ...folders.files import Hashing, digests
+from ...folders.inputs.adapters import CONFIG
 from ..recipes.places import named, sources, sources_text
 from .card import CARD
 
@@ -40,6 +41,35 @@ def other_facts(manifest: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[
         for name in dict.fromkeys((*old, *new))
         if old.get(name) != new.get(name)
     ]
+
+
+def is_finished(
+    folder: Path,
+    kind: str,
+    facts: Mapping[str, Any],
+    inputs: Callable[[], tuple[Any, Mapping[str, Sequence[Path]]]],
+    threads: int,
+) -> bool:
+    """Whether a folder holds the adapter that these settings make of these files, unchanged.
+
+    Args: kind: "merged" or "extracted"; inputs: gives the base that the adapter names, and the files by label.
+    """
+    try:
+        manifest = checkpoint.load_manifest(folder)
+        if manifest.get("adapter") != kind or other_facts(manifest, facts):
+            return False
+        base, read = inputs()
+        if base_of(folder) != base:
+            return False
+        with Hashing(threads) as hashing:
+            return not other_reads(folder, read, hashing) and not verify(folder, hashing=hashing)[1]
+    except (ValueError, OSError, KeyError, AttributeError):  # the folder or an input is broken, as the command says
+        return False
+
+
+def base_of(adapter: Path) -> Any:
+    """The base that an adapter's configuration names."""
+    return checkpoint.read_json(adapter / CONFIG).get("base_model_name_or_path")
 
 
 def other_inputs(
