@@ -431,7 +431,7 @@ def refuse_existing(path: Path, *, overwrite: bool) -> None:
         raise ValueError(f"{path} is a file, not a folder: move it, or choose another folder")
     if strangers := _strangers(path):
         raise ValueError(
-            f"{path} holds {errors.first_of(strangers, 3)}, which no manifest of smat_fn in it names, and only files "
+            f"{path} holds {errors.and_more(strangers, 3)}, which no manifest of smat_fn in it names, and only files "
             "that one names are replaced: move it, or choose another folder"
         )
     if not overwrite:

@@ -67,7 +67,7 @@ def some_of(names: Iterable[str]) -> str:
     return ", ".join(shortened(list(names), "{} more"))
 
 
-def first_of(names: Iterable[str], shown: int = 1) -> str:
+def and_more(names: Iterable[str], shown: int = 1) -> str:
     """The first names and the number of the others, "a, b and 3 more"."""
     every = list(names)
     more = len(every) - shown

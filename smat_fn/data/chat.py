@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, TypeAlias
 
-from ..errors import first_of, raise_problems
+from ..errors import and_more, raise_problems
 from ..models.head import IGNORED
 from ..models.pretrained import check_tokenizer
 from .text import Cut, Example, Truncate, fit_problems, kept_places
@@ -117,7 +117,7 @@ def encode(
     problems = fit_problems([max(ids) for ids, _ in whole], vocabulary)
     if empty:
         problems.append(
-            f"within {max_length} tokens rows {first_of(empty, 5)} hold no answer: raise max_length, or keep the "
+            f"within {max_length} tokens rows {and_more(empty, 5)} hold no answer: raise max_length, or keep the "
             "answers by `truncate='prompt-middle'`"
         )
     raise_problems(problems)

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from torch import Tensor
 
-from ..errors import first_of, raise_problems
+from ..errors import and_more, raise_problems
 from ..models.head import IGNORED
 from ..models.modules import filled
 from ..models.pretrained import NO_EOS, check_tokenizer
@@ -89,7 +89,7 @@ def encode(
     problems = fit_problems(largest, vocabulary)
     if empty:
         problems.append(
-            f"within {max_length} tokens nothing is to be predicted in rows {first_of(empty, 5)}: "
+            f"within {max_length} tokens nothing is to be predicted in rows {and_more(empty, 5)}: "
             "raise max_length, or keep the answers by `truncate='prompt-middle'`"
         )
     raise_problems(problems)
@@ -158,7 +158,7 @@ def fit_problems(largest: Sequence[int], vocabulary: int) -> list[str]:
     """
     outside = [f"{index} (token {token})" for index, token in enumerate(largest) if token >= vocabulary]
     return [
-        f"the embedding has {vocabulary} rows, too few for the tokens of rows {first_of(outside, 5)}: "
+        f"the embedding has {vocabulary} rows, too few for the tokens of rows {and_more(outside, 5)}: "
         "take the model's own tokenizer, or remove these rows"
     ] if outside else []  # fmt: skip
 

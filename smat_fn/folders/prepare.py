@@ -282,7 +282,7 @@ def skip_notes(config: Merger, floating: Collection[str]) -> list[str]:
 
 def buffers_note(paths: Collection[str], how: str = "differs among the experts") -> str:
     """Note on non-floating-point leaves that differ; without a base to change, those among the experts count."""
-    return f"parameter {errors.first_of(map(repr, sorted(paths)))}, not floating-point, {how}: base's is used"
+    return f"parameter {errors.and_more(map(repr, sorted(paths)))}, not floating-point, {how}: base's is used"
 
 
 def _overlap(out: Path, path: Path) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...errors import first_of
+from ...errors import and_more
 from .reading import Folder, config_of
 from .vocabulary import HEAD, by_token, equal_leaves, tied_to
 
@@ -69,7 +69,7 @@ def with_bases(base: Folder, expert: Folder) -> Folder:
     ahead = [path for path in base.leaves if predicts_ahead(path, config)]
     if ahead and expert.leaves.keys().isdisjoint(ahead):
         expert = expert.with_leaves_of(base, ahead)
-        few = first_of(map(repr, ahead))
+        few = and_more(map(repr, ahead))
         note = f"{expert.label} lacks layers that predict further tokens ({few}): base's are used"
         expert = expert.noted(note)
     for path, leaf in base.leaves.items():

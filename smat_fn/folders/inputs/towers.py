@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...errors import first_of
+from ...errors import and_more
 from .optional_leaves import predicts_ahead
 from .reading import Folder, config_of
 
@@ -78,7 +78,7 @@ def _raised(base: Folder, tower: Folder, kind: str) -> Folder:
     whole = base._replace(label=tower.label, root=tower.root, stores=tower.stores, config={})
     leaves = {path: tower.leaves[known[path]] if path in known else leaf for path, leaf in base.leaves.items()}
     reads = {path: tower.reads[known[path]] if path in known else base.reads[path] for path in leaves}
-    few = first_of(map(repr, rest)) or "nothing"
+    few = and_more(map(repr, rest)) or "nothing"
     note = f"{tower.label} is a tower of base ({kind}): what it lacks is base's ({few})"
     return whole._replace(leaves=leaves, reads=reads, note=note)
 
@@ -92,7 +92,7 @@ def _lowered(base: Folder, whole: Folder, kind: str) -> Folder:
         leaves[path] = whole.leaves.get(name, leaf)  # base's integer buffers, which some versions do not save
         reads[path] = whole.reads[name] if name in whole.leaves else base.reads[path]
     rest = [name for name in whole.leaves if not name.startswith(prefix) or name.removeprefix(prefix) not in leaves]
-    few = first_of(map(repr, rest)) or "nothing"
+    few = and_more(map(repr, rest)) or "nothing"
     note = f"base is a tower of {whole.label} ({kind}): the rest of the expert is left out ({few})"
     return whole._replace(leaves=leaves, reads=reads, outputs=base.outputs, note=note)
 
@@ -116,7 +116,7 @@ def _place(whole: Folder, tower: Folder, kind: str) -> str:
     ]
     if lacking:
         raise ValueError(
-            f"{tower.label} is a tower ({kind}) of {whole.label} but lacks {first_of(map(repr, lacking))}: download "
+            f"{tower.label} is a tower ({kind}) of {whole.label} but lacks {and_more(map(repr, lacking))}: download "
             "it, or save it, again"
         )
     return prefix

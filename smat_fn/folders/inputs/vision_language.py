@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor
 
 from ... import errors
-from ...errors import first_of
+from ...errors import and_more
 from .optional_leaves import computed, predicts_ahead
 from .reading import Folder, config_of
 from .side_files import differences
@@ -56,7 +56,7 @@ def inside(into: str, inputs: Mapping[str, Folder], vocabulary: str) -> tuple[di
     fitted, rows = fit_rows(host, {name: placed[name] for name in texts}, vocabulary, of=into)
     rest = [path for path in host.leaves if path not in paths]
     note = f"{len(paths)} parameters of the language model of {into} are merged"
-    note += f", its others ({first_of(map(repr, rest))}) copied" if rest else ""
+    note += f", its others ({and_more(map(repr, rest))}) copied" if rest else ""
     others = [folder for name, folder in inputs.items() if name not in (*names, into, "base")]
     lost = [text for folder in others for text in _left_out(host, folder, rest, into)]
     base = (placed | fitted)["base"]
@@ -87,7 +87,7 @@ def _places(host: Folder, part: Folder) -> dict[str, str]:
     what = f"{part.label} is not the language model of {host.label}"
     if len(found) != 1:
         wrong = min(unfit.values(), key=len, default=[first])
-        first = first_of(map(repr, wrong))
+        first = and_more(map(repr, wrong))
         why = f"it fits in {len(found)} places ({', '.join(found)})" if found else f"nothing there fits {first}"
         raise ValueError(f"{what} by names and shapes, {why}: give a text model of the same kind and size")
     (prefix,) = found
@@ -117,7 +117,7 @@ def _places(host: Folder, part: Folder) -> dict[str, str]:
     ]
     if lacking:
         raise ValueError(
-            f"{what}: it lacks {first_of(map(repr, lacking))}, download or save it again, or give one of the same kind"
+            f"{what}: it lacks {and_more(map(repr, lacking))}, download or save it again, or give one of the same kind"
         )
     return known
 

@@ -346,7 +346,7 @@ def _other_rows(manifests: Mapping[Path, Mapping[str, Any]], suites: Mapping[Pat
             notes.append(f"the expert of {task} of {name} was trained under other class names than {task} has now")
     for task, own in found.items():
         if len(own) > 1:
-            each = "; ".join(map(errors.first_of, own.values()))
+            each = "; ".join(map(errors.and_more, own.values()))
             notes.append(f"the experts of {task} were trained on different rows: {each}")
     return notes
 

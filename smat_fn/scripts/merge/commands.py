@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ...errors import first_of
+from ...errors import and_more
 from .. import outcome
 from ..cli import Command
 from .settings import (
@@ -105,11 +105,11 @@ def summary(made: "Extracted", *, linear_only: bool) -> Iterator[str]:
         (made.skipped, "skipped (--only, --skip)"),
     ):
         if paths:
-            yield f"{_count(paths, 'changed parameter', 'changed parameters')} {what}: {first_of(paths, 3)}"
+            yield f"{_count(paths, 'changed parameter', 'changed parameters')} {what}: {and_more(paths, 3)}"
     if made.left_out or made.skipped:
         yield f"not in the adapter: {made.lost:.2%} of the norm of expert - base"
     if made.tied:
-        yield f"{first_of(made.tied, 3)}: other modules share it, peft changes them too with merge_and_unload alone"
+        yield f"{and_more(made.tied, 3)}: other modules share it, peft changes them too with merge_and_unload alone"
 
 
 def merge_adapters(args: MergeAdapters) -> None:
@@ -128,7 +128,7 @@ def merge_adapters(args: MergeAdapters) -> None:
     what = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
     if made.partial:
         lacking = _count(made.partial, "module", "modules")
-        outcome.line(f"note: {lacking} of some adapters alone, merged from those: {first_of(made.partial, 3)}")
+        outcome.line(f"note: {lacking} of some adapters alone, merged from those: {and_more(made.partial, 3)}")
     for note in made.notes:
         outcome.line(f"note: {note}")
     outcome.add("merged", {"folder": args.out, "kept": False})

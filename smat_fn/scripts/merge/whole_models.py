@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...errors import first_of
+from ...errors import and_more
 from ...folders import read_inputs
 from ...folders.inputs.naming import Naming
 from ...folders.inputs.opening import local_folder, place_of
@@ -38,7 +38,7 @@ class SuitePart(NamedTuple):
         unlike = [path for path in rest if not _alike(self.view.leaf(path), own.leaf(path))]
         if unlike := [path for path in unlike if not self._follows(path, own)]:
             raise ValueError(
-                f"{label} differs from its base in {first_of(map(repr, unlike))}, which suite {self.suite!r} takes "
+                f"{label} differs from its base in {and_more(map(repr, unlike))}, which suite {self.suite!r} takes "
                 "from base: its score would be that of another model; leave out options that freeze layers, or give "
                 "experts that changed only what the suite trains"
             )
@@ -83,7 +83,7 @@ def lacking_problems(label: str, stand_ins: Collection[str], suite: Suite, part:
     if not read:
         return []
     return [
-        f"{label} lacks {first_of(map(repr, read))} of its base, or has it in another shape, and the scores of suite "
+        f"{label} lacks {and_more(map(repr, read))} of its base, or has it in another shape, and the scores of suite "
         f"{suite.name!r} depend on it: give a model of the kind and size of its base, saved by the same version of "
         "transformers"
     ]
