@@ -82,11 +82,8 @@ def changes(before: Mapping[str, Tensor], now: Mapping[str, Tensor], since: str)
 
 def norms_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """The batch norms that move running statistics in train mode, by name."""
-    return [(name, own) for name, own in module.named_modules() if _keeps_statistics(own)]
-
-
-def _keeps_statistics(module: nn.Module) -> bool:
-    return isinstance(module, _NormBase) and module.running_mean is not None and module.momentum != 0
+    norms = ((name, own) for name, own in module.named_modules() if isinstance(own, _NormBase))
+    return [(name, own) for name, own in norms if own.running_mean is not None and own.momentum != 0]
 
 
 def norm_problems(norms: Sequence[tuple[str, nn.Module]]) -> list[str]:

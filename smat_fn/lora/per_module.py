@@ -272,7 +272,7 @@ class _Layer:
         if not weights.simulated:
             down, up = (weights.adapters[layer_of(path) + name].to(x.dtype) for name in (A, B))
             return linear(linear(seen, down), up) * weights.lora.scaling
-        update = self._made(self._update)
+        update = self._made(lambda: weights.update(path).to(self._leaf.dtype))
         product = seen @ (update if path in weights.lora.transposed else update.T)
         self._alive.drop(update)
         return product
@@ -285,6 +285,3 @@ class _Layer:
 
     def _merged(self) -> Tensor:
         return self._weights.merged(self._path).to(self._leaf.dtype)
-
-    def _update(self) -> Tensor:
-        return self._weights.update(self._path).to(self._leaf.dtype)

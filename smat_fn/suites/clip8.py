@@ -245,10 +245,10 @@ class Clip8(EncoderSuite):
         places = torch.arange(len(self._labels(task, split)))
         return (self._some(task, split, part) for part in places.split(size))
 
-    @remembered  # computed when a split is first used
+    @remembered  # prepared and computed when a split is first used
     def _inputs(self, task: str, split: str) -> pixels.Pixels:
         """Prepared images by their places, or the states that frozen layers give for them."""
-        images = self._images(task, split)
+        images = pixels.open_pixels(self._rows[task, split].images, self._processor, self._firsts[task, split])
         if self._top is None:
             return images
         top, table, device = self._top, self._table, self.device
@@ -272,10 +272,6 @@ class Clip8(EncoderSuite):
 
         kept = cached("image-states", config, every)["states"]
         return lambda places: kept[places]
-
-    @remembered  # prepared when a split is first used
-    def _images(self, task: str, split: str) -> pixels.Pixels:
-        return pixels.open_pixels(self._rows[task, split].images, self._processor, self._firsts[task, split])
 
     def _labels(self, task: str, split: str) -> Tensor:
         return torch.from_numpy(self._rows[task, split].labels)

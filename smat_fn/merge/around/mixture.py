@@ -109,12 +109,8 @@ def origins(
                 found[bias] = Origin(path, zeros=(leaf.shape[0],))
         elif not path.endswith("rotary_emb.inv_freq"):  # computed from the configuration
             unknown.append(path)
-    errors.raise_problems(
-        [
-            f"parameter {p!r} has no place in {architecture.name}: base must be a plain {_either(architecture)}"
-            for p in unknown
-        ]
-    )
+    way = f"base must be a plain {' or '.join(map(str.capitalize, architecture.kinds))}"
+    errors.raise_problems([f"parameter {p!r} has no place in {architecture.name}: {way}" for p in unknown])
     return found
 
 
@@ -205,10 +201,6 @@ def mixture(
         return own.to(start[origin.path].dtype, copy=True)
 
     return {path: leaf(path, origin) for path, origin in found.items()}
-
-
-def _either(architecture: Architecture) -> str:
-    return " or ".join(kind.capitalize() for kind in architecture.kinds)
 
 
 class Change(NamedTuple):

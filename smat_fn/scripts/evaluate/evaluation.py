@@ -236,7 +236,7 @@ def _suites(
         if OTHER in manifest:
             with errors.collected(problems):
                 errors.check_member(f"{folder}: task", manifest["task"], suite.tasks)
-            if not _is_base(Path(manifest[OTHER]), suite):
+            if os.path.realpath(manifest[OTHER]) != os.path.realpath(str(suite.recipe.get("model", ""))):
                 problems += made_problems(suite, [manifest["task"]], split)
         elif strange := [task for task in _tasks(manifest) if task not in suite.tasks]:
             problems.append(
@@ -245,10 +245,6 @@ def _suites(
             )
     errors.raise_problems(problems)
     return recipes, suites
-
-
-def _is_base(model: Path, suite: Suite) -> bool:
-    return os.path.realpath(model) == os.path.realpath(str(suite.recipe.get("model", "")))
 
 
 def _both(folder: Path, other: Path, line: tuple[Any, ...], kind: str) -> str:

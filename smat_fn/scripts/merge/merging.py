@@ -175,8 +175,10 @@ def _merged(
     )  # fmt: skip
     if asked.snapshots:
         assert scorer is not None
-        merge_scored = partial(_merge_then, merge_at, scorer)
-        model, inputs, chosen = choose_snapshot(asked.base, asked.snapshots, inputs, merge_scored)
+        # scores of one snapshot's experts are kept with those of the others
+        model, inputs, chosen = choose_snapshot(
+            asked.base, asked.snapshots, inputs, lambda own: merge_at(own, scorer=scorer.of(about(own)))
+        )
         model, folders = model._replace(snapshot=chosen["index"]), asked.snapshots[chosen["index"]]
         facts |= sources_of(asked.base, folders, inputs, asked.seed, scorer.suite) | {"snapshot": chosen}
     else:
@@ -216,11 +218,6 @@ def globs(coefs: Mapping[str, float]) -> dict[str, float]:
     """Coefficients by block as --coefs takes them; that of leaves outside of blocks is the last."""
     every = {f"{block}.*": coef for block, coef in coefs.items() if block}
     return every | ({"*": coefs[""]} if "" in coefs else {})
-
-
-def _merge_then(merge_at: Callable[..., Merged], scorer: Scorer, inputs: Inputs) -> Merged:
-    """Merge the experts of one snapshot; their scores are kept with those of the others."""
-    return merge_at(inputs, scorer=scorer.of(about(inputs)))
 
 
 def _prints(snapshots: Mapping[int, Sequence[Path]]) -> dict[str, list[str]]:

@@ -85,11 +85,7 @@ def choose_snapshot(
     # what the others took is part of this choice; the calibration of the chosen one is told apart
     others = [cost for index, own in costs.items() if index != chosen for cost in own]
     merged = merged if merged.tried is None else merged._replace(tried=total(merged.tried, *others))
-    steps = {task: step_of(manifest) for task, manifest in inputs.manifests.items()}
+    facts = inputs.manifests.items()
+    steps = {task: own.get("snapshot", {}).get("step", own["training"]["steps"]) for task, own in facts}
     points = [[index, *curve[index]] for index in sorted(curve)]
     return Chosen(merged, inputs, {"index": chosen, "of": len(snapshots), "steps": steps, "curve": points})
-
-
-def step_of(manifest: Mapping[str, Any]) -> int:
-    """The number of steps behind an expert or a snapshot."""
-    return manifest.get("snapshot", {}).get("step", manifest["training"]["steps"])

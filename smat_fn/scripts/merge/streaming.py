@@ -119,7 +119,7 @@ def stream_run(configs: Sequence[MergerConfig], order: Order) -> Iterator[tuple[
     Raises: ValueError that lists all problems of all mergers before any merging; later as `merge_folders`.
     """
     origins: dict[tuple[str, ...], str] = {}
-    with _hashing(order) as hashing:
+    with Hashing(order.options.get("workers", 1)) as hashing:
         kept = _check(configs, order, hashing)
         for config in configs:
             folder = order.out / config.name
@@ -141,7 +141,7 @@ def stream_run(configs: Sequence[MergerConfig], order: Order) -> Iterator[tuple[
 
 def plan_run(configs: Sequence[MergerConfig], order: Order) -> dict[Path, Plan | None]:
     """Memory, disk and time of `stream_run`, None for a merge that is done; nothing is written. Raises: the same."""
-    with _hashing(order) as hashing:
+    with Hashing(order.options.get("workers", 1)) as hashing:
         kept = _check(configs, order, hashing)
     return {
         order.out / config.name: None
@@ -229,11 +229,6 @@ def plan_text(folder: Path, found: Plan | None) -> str:
             *(f"  note: {note}" for note in found.notes),
         ]
     )
-
-
-def _hashing(order: Order) -> Hashing:
-    """For all mergers of a call, which have the same inputs."""
-    return Hashing(order.options.get("workers", 1))
 
 
 def _check(configs: Sequence[MergerConfig], order: Order, hashing: Hashing) -> list[MergerConfig]:
