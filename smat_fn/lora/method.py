@@ -20,12 +20,7 @@ _DROPOUT = "give lora.with_dropout(loss_fn, base, lora, p), or dataclasses.repla
 
 
 def with_lora(
-    loss_fn: LossFn,
-    base: Mapping[str, Tensor],
-    lora: Lora,
-    *,
-    drawn: Draw | None = None,
-    where: Where | None = None,
+    loss_fn: LossFn, base: Mapping[str, Tensor], lora: Lora, *, drawn: Draw | None = None, where: Where | None = None
 ) -> LossFn:
     r"""The loss of adapters: ``L(W_0 + s B A)``, or with a draw ``L(W_0 + alpha m (.) s B A + epsilon)``.
 

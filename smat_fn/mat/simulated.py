@@ -219,11 +219,7 @@ class _Rebuilt(SimulatedGradient):
         def at(params: Params, batch: Batch) -> tuple[tuple[Tensor, Aux], Params]:
             leaves = {path: self._stand_in(leaf).requires_grad_() for path, leaf in params.items()}
             try:
-                with (
-                    self._loss_fn.running(),
-                    torch.enable_grad(),
-                    rebuilding(module, leaves, states),
-                ):
+                with self._loss_fn.running(), torch.enable_grad(), rebuilding(module, leaves, states):
                     loss, aux = loss_and_aux(self._loss_fn.loss(module, batch))
                     grads = tree.gradients(loss, leaves)
             finally:

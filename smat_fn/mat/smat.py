@@ -20,14 +20,7 @@ from ..types import Aux, Batch, Engine, LossFn, Method, Noise, Offload, Optimize
 from ..where import by_depth, mask_problems
 from . import asam, step
 from .relative import SigmaOf, relative_gradient, sigma_problems
-from .simulated import (
-    EitherGradient,
-    Result,
-    SimulatedGradient,
-    either_gradient,
-    offload_problems,
-    simulated_gradient,
-)
+from .simulated import EitherGradient, Result, SimulatedGradient, either_gradient, offload_problems, simulated_gradient
 from .step import Gradient, State, accumulate
 
 __all__ = ["Climb", "Info", "Schedule", "Smat", "State", "build", "build_from", "is_simulated", "literal_step"]

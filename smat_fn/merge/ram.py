@@ -140,8 +140,7 @@ class Ram(Merger):
             return lambda piece: fuse(piece, self.threshold, factors[: len(piece.deltas)])
 
         return Rule(
-            plain,
-            loop=lambda path: partial(looped.combined, kind="RAM", one=self.threshold, by_expert=own(path)),
+            plain, loop=lambda path: partial(looped.combined, kind="RAM", one=self.threshold, by_expert=own(path))
         )
 
     def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:

@@ -116,12 +116,7 @@ def _start(name: str, script: str, launch: Sequence[str]) -> None:
 
 
 def _interrupted(
-    name: str,
-    script: str,
-    other: Callable[..., object],
-    kind: type[BaseException],
-    error: BaseException,
-    trace: Any,
+    name: str, script: str, other: Callable[..., object], kind: type[BaseException], error: BaseException, trace: Any
 ) -> None:
     """``sys.excepthook`` with a line in place of the traceback of Ctrl-C; ``other`` is the hook of before."""
     if not issubclass(kind, KeyboardInterrupt):

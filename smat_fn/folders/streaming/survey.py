@@ -49,11 +49,7 @@ class Survey:
     """`Mapped` leaves of folders."""
 
     def __init__(
-        self,
-        job: Job,
-        found: dict[str, Any],
-        save: Callable[[], object] = dict,
-        own: Collection[str] | None = None,
+        self, job: Job, found: dict[str, Any], save: Callable[[], object] = dict, own: Collection[str] | None = None
     ) -> None:
         """Compute the statistics that the merger needs of all leaves. Raises: as `write_order`.
 

@@ -354,12 +354,7 @@ class StreamedBase:
     """
 
     def __init__(
-        self,
-        base: Mapping[str, Tensor],
-        like: Mapping[str, Tensor],
-        *,
-        ahead: int = 1,
-        runtime: Runtime | None = None,
+        self, base: Mapping[str, Tensor], like: Mapping[str, Tensor], *, ahead: int = 1, runtime: Runtime | None = None
     ) -> None:
         self._parts: list[_DeviceStream] = []
         self._part_of: dict[str, int] = {}

@@ -11,14 +11,7 @@ from ...execution import batched, recorded, recorded_in_loss
 from ...types import Params
 from . import chunks
 from .chunks import delta_of
-from .inputs import (
-    check_variances,
-    coef_problems,
-    complex_problems,
-    differentiated,
-    kind_problems,
-    storage_problems,
-)
+from .inputs import check_variances, coef_problems, complex_problems, differentiated, kind_problems, storage_problems
 
 CONTIGUOUS = torch.contiguous_format
 

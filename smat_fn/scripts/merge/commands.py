@@ -8,17 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import and_more
 from .. import outcome
 from ..cli import Command
-from .settings import (
-    AdaMerging,
-    Export,
-    ExtractLora,
-    FromRecipe,
-    MergeAdapters,
-    Moe,
-    RegMeanPlus,
-    Statistics,
-    Verify,
-)
+from .settings import AdaMerging, Export, ExtractLora, FromRecipe, MergeAdapters, Moe, RegMeanPlus, Statistics, Verify
 
 if TYPE_CHECKING:
     from ...folders import Extracted

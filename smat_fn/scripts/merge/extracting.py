@@ -48,10 +48,7 @@ def _texts(
     with Hashing(threads) as hashing:
         found = hashing.digests(file for files in inputs.values() for file in files)
     manifest = {**manifest, **stack, "inputs": hashes([], inputs, found)["inputs"]}
-    return {
-        checkpoint.MANIFEST: json.dumps(manifest, indent=2) + "\n",
-        checkpoint.SOURCES: sources_text(inputs, {}),
-    }
+    return {checkpoint.MANIFEST: json.dumps(manifest, indent=2) + "\n", checkpoint.SOURCES: sources_text(inputs, {})}
 
 
 def _names(model: Path) -> frozenset[str]:

@@ -62,10 +62,7 @@ def resolve(found: Mapping[str, Any], *, inside: bool = False, partial: bool = F
     slices = _slices(found, method, based=method.based and not alone)
     names = _slot_names(slices)
     refs = dict.fromkeys(s.ref for part in slices for s in (*part.experts, *([part.base] if part.base else [])))
-    inputs = {
-        **({} if origin is None else {"base": Path(origin)}),
-        **{f"model {ref!r}": Path(ref) for ref in refs},
-    }
+    inputs = {**({} if origin is None else {"base": Path(origin)}), **{f"model {ref!r}": Path(ref) for ref in refs}}
     errors.raise_problems(unavailable(inputs))
     if whole := _is_whole(slices):
         first = origin or first_of(found)
