@@ -93,9 +93,7 @@ def load_peft(path: str | Path, module: nn.Module | None = None) -> tuple[dict[s
 
     config, stored = _read(folder)
     dropout = config.get("lora_dropout") or 0.0
-    problems = [*config_problems(str(folder), config)]
-    if not (isinstance(dropout, (int, float)) and 0 <= dropout < 1):
-        problems.append(f"{folder}: lora_dropout of {CONFIG} is {dropout!r}, must lie in [0, 1)")
+    problems = [*config_problems(str(folder), config), *_dropout_problems(folder, dropout)]
     problems += [
         f"{folder}: {name} is {config[name]!r}, adapters have one rank and alpha here: {_BY_FOLDERS}"
         for name in UNKNOWN
@@ -137,6 +135,11 @@ def load_peft(path: str | Path, module: nn.Module | None = None) -> tuple[dict[s
         whole,
         float(dropout),
     )
+
+
+def _dropout_problems(folder: Path, dropout: Any) -> list[str]:
+    fine = isinstance(dropout, (int, float)) and 0 <= dropout < 1
+    return [] if fine else [f"{folder}: lora_dropout of {CONFIG} is {dropout!r}, must lie in [0, 1)"]
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
