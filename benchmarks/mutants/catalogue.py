@@ -140,12 +140,12 @@ MUTANTS = [
         ("g.to(leaf.dtype), grads, params", "g, grads, params"),
         ("ops.library.simulate(theta, theta_0, ", "ops.library.simulate(theta_0, theta, "),
     ),
+    *_of("grad/trained.py", ("for first, second in tree.sharing(parameters)", "for first, second in ()")),
     *_of(
         "mat/weights.py",
         ("        if drawn is None:\n            yield", "        if False:\n            yield"),
         ("self._parameters[path].data = state", "self._parameters[path].data = self._buffer[path]"),
         ("all(grad is None for grad in grads.values())", "not grads"),
-        ("for first, second in tree.sharing(parameters)", "for first, second in ()"),
         ("for text in found]", "for text in ()]"),
         ("if drawn is not self._passed:", "if False:"),
         ("and not self._differentiated:", "and False:"),

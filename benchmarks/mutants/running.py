@@ -30,6 +30,7 @@ COPIED = "smat_fn", "tests", "benchmarks", "docs", "examples", "pyproject.toml",
 # where the tests of a part are, if not in the folder of its name
 TESTS = {
     "grad": "tests/core/test_grad.py",
+    "grad/trained.py": "tests/mat/test_around.py",
     "tree.py": "tests/core/test_grad.py",
     "where.py": "tests/core/test_where.py",
     "scripts": "tests/scripts/train",
