@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import analyses, checkpoint, lora, random, tree
+from ... import analyses, checkpoint, errors, lora, random, tree
 from ...analyses.diagnose import unmoved
 from ...config import Finetune, MethodConfig, Smat, Training, settings
 from ...parallel import ALONE, World
@@ -128,8 +128,8 @@ def _measured(suite: Suite, training: Training, run: RunOptions, fingerprint: st
             rate = first["training"].get("lr", training.lr)
             chosen.append((first["seed"] != run.seed, rate != training.lr, folder.name, rate, folder))
     if not chosen:
-        of = ", ".join(others[:3]) + (f", {len(others) - 3} more" if len(others) > 3 else "")
-        return None, f"{parent} holds no matching run of ft" + (f" ({of})" if of else "")
+        of = f" ({errors.and_more(others, 3)})" if others else ""
+        return None, f"{parent} holds no matching run of ft{of}"
     *_, rate, folder = min(chosen)
     base = perturbed(suite.base, adapters_of(loss_of(suite, run.tasks[0], training), training))
     found = {task: lora.load_expert(folder / task, suite.base)[0] for task in suite.tasks}

@@ -365,8 +365,7 @@ def _probe_finished(suite: Suite, run: RunOptions, task: str, report: Callable[[
         return
     found = lora.load_expert(run.out / task, suite.base)[0]
     full = {path: leaf.to(suite.base[path].device) for path, leaf in found.items()}
-    probed = _probe(suite, task, full, run.probe, run.probe_at)
-    report(_probe_line(task, probed))
+    probed = _probe(suite, task, full, run, report)
     text = json.dumps({**manifest, "probe": probed}, indent=2, allow_nan=False)
     checkpoint.write_text(run.out / task / checkpoint.MANIFEST, text + "\n")
 
@@ -388,9 +387,7 @@ def _manifest(
     """
     found, task, training = log.cost(), expert.task, expert.training
     full = whole(suite, expert, params)
-    probed = _probe(suite, task, full, run.probe, run.probe_at) if run.probe and run.probe_at else {}
-    if probed:
-        report(_probe_line(task, probed))
+    probed = _probe(suite, task, full, run, report)
     still = still_line(training, full, suite.base, log.largest_norm)
     found |= {"warning": still} if still else {}
     log.finish(**found, **{f"probe_{name}": probed[name] for name in ("clean", "simulated") if probed})
@@ -541,13 +538,17 @@ def _write_base(path: Path, suite: Suite, fingerprint: str, *, overwrite: bool) 
     checkpoint.save_expert(path, suite.base, manifest, overwrite=True)
 
 
-def _probe(suite: Suite, task: str, params: Params, count: int, at: Smat) -> dict[str, Any]:
-    """Dev losses of an expert and of its simulated states; the keys are the same in all runs."""
+def _probe(suite: Suite, task: str, params: Params, run: RunOptions, report: Callable[[str], None]) -> dict[str, Any]:
+    """Dev losses of an expert and of its simulated states, empty without --probe; the keys are the same in all runs."""
+    count = run.probe
+    if not count or run.probe_at is None:
+        return {}
     assert suite.dev_batches is not None
-    hyperparameters = _probed_at(at)
+    hyperparameters = _probed_at(run.probe_at)
     keys = random.split(random.fold_in(random.key(0), "probe"), count)
     loss_fn, batches = suite.loss_fn(task), suite.dev_batches(task)
     found = simulation.probe(loss_fn, params, suite.base, batches, keys, where=suite.where, **hyperparameters)
+    report(f"{task}: dev loss {found.clean:.4f}, at {count} simulated states {found.mean:.4f}")
     spread = {"sd": stdev(found.simulated)} if count > 1 else {}
     return {
         "clean": found.clean,
@@ -568,11 +569,6 @@ def _dev_rows(suite: Suite, task: str) -> dict[str, str]:
 def _probed_at(at: Smat) -> dict[str, Any]:
     names = ("alpha_min", "drop_prob", "sigma", "noise")
     return {name: value for name, value in settings(at).items() if name in names}
-
-
-def _probe_line(task: str, probed: Mapping[str, Any]) -> str:
-    clean, simulated = probed["clean"], probed["simulated"]
-    return f"{task}: dev loss {clean:.4f}, at {probed['keys']} simulated states {simulated:.4f}"
 
 
 def cut_notes(suite: Suite, tasks: Sequence[str]) -> list[str]:
