@@ -7,7 +7,7 @@ from math import isfinite
 
 from torch import Tensor, nn
 
-from .errors import raise_problems
+from .errors import and_more, raise_problems
 from .tree import predicate, unwrapped
 from .types import Predicate, Where
 
@@ -100,8 +100,7 @@ def mask_problems(where: Where | None, leaves: Mapping[str, Tensor], drop_prob: 
             f"{problem}. Names differ: it picks {pair[0]!r}, the parameters have {pair[1]!r}. Make where from the "
             "module whose named_parameters() these are, or pass `drop_prob=0` to switch Mask off"
         ]
-    few = ", ".join(list(leaves)[:3]) + ", ..." * (len(leaves) > 3)
-    how = where.how if isinstance(where, Picked) else f"It was asked for {few}"
+    how = where.how if isinstance(where, Picked) else f"It was asked for {and_more(leaves, 3)}"
     own = "or in Python where, a function (name, parameter) -> bool"
     return [f"{problem}. {how}. Pass `drop_prob=0` to switch Mask off, {own}"]
 
@@ -335,12 +334,11 @@ def _widths(layer: nn.Module) -> list[tuple[int, int]]:
 
 def _looked_at(module: nn.Module, found: list[str]) -> str:
     linear = [name for name, child in module.named_modules() for _ in _linear_weights(child)]
-    few = ", ".join(linear[:6]) + ", ..." * (len(linear) > 6)
     lists = f"blocks in {', '.join(found)}" if found else "none"
     return (
         "block_linear looked for linear layers inside blocks, which are modules with children in an nn.ModuleList (not "
         f"of heads) or in an nn.Sequential of one type; it found {lists} in {type(module).__name__}, whose linear "
-        f"layers are {few or 'none'}"
+        f"layers are {and_more(linear, 6) or 'none'}"
     )
 
 

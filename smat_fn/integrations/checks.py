@@ -422,8 +422,8 @@ def base_problems(base: Mapping[str, Tensor], model: nn.Module, leaves: Mapping[
             shared.append(path)
     if shared:
         problems.append(
-            f"base shares memory with the model ({', '.join(map(repr, shared[:3]))}{', ...' * (len(shared) > 3)}), so "
-            "that theta_0 would follow theta: clone its tensors, or leave base out for a copy of the current weights"
+            f"base shares memory with the model ({errors.and_more(map(repr, shared), 3)}), so that theta_0 "
+            "would follow theta: clone its tensors, or leave base out for a copy of the current weights"
         )
     return problems
 

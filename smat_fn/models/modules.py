@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import and_more
 from ..execution import transformed
 from ..grad import ModuleLoss
 from ..tree import unwrapped
@@ -63,7 +64,7 @@ def train_only(module: Any, *, layers: int | None = None, names: Sequence[str] |
         if strange := [pattern for pattern in names if not any(fnmatchcase(name, pattern) for name in every)]:
             raise ValueError(
                 f"train names {', '.join(strange)}, which no parameter of {type(module).__name__} matches: they are "
-                f"{', '.join(list(every)[:3])}, ..."
+                f"{and_more(every, 3)}"
             )
         kept = {place for name, place in every.items() if any(fnmatchcase(name, pattern) for pattern in names)}
     else:

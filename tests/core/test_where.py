@@ -328,7 +328,7 @@ def test_a_mask_with_nothing_to_act_on_is_a_problem_and_never_is_not():
     (problem,) = where.mask_problems(where.block_linear(tiny), {"head.weight": tiny.head.weight}, 0.5)
     assert "it found blocks in blocks in Tiny" in problem
     (problem,) = where.mask_problems(lambda path, leaf: False, leaves, 0.5)
-    assert "It was asked for first.fc.weight, first.fc.bias, first.norm.weight, ..." in problem
+    assert "It was asked for first.fc.weight, first.fc.bias, first.norm.weight and " in problem
 
 
 def test_a_mask_of_names_that_differ_by_a_prefix_shows_one_of_each():
