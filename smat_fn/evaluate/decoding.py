@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .. import random
 from ..errors import raise_problems
 from ..grad import ModuleLoss
-from ..models.modules import filled
+from ..models.modules import cache_name, filled
 from ..models.prompts import Prompts
 from ..models.top import CLOSE
 from .engine import Decoding, Generate, root_key
@@ -170,7 +170,6 @@ _UNUSED: Mapping[str, tuple[Any, ...]] = {  # with the values that change nothin
     "stop_strings": (),
 }
 _CLOSE_NARROW = 0.1  # logits of narrow dtypes, relative: rounding adds up over layers, what reads padding is off by 1
-CACHES = "past_key_values", "cache_params"  # argument and output; RWKV's "state" mixes the rows of a batch up
 
 Step = Callable[[Tensor | None], Tensor]  # the last tokens (B,), None: none yet -> logits of the next ones (B, V)
 
@@ -187,8 +186,7 @@ def _continuing(
     """A causal model: the prompt on the left of its answer; read anew for every token by a model without a cache."""
     ids, mask, positions = prompt_tokens(rows, device).values()
     accepted = signature(module.forward).parameters
-    name = next((name for name in CACHES if name in accepted), "")
-    cache = None
+    name, cache = cache_name(module), None
 
     def step(token: Tensor | None) -> Tensor:
         nonlocal ids, mask, positions, cache
@@ -213,14 +211,14 @@ def _answering(module: Any, rows: Sequence[Sequence[int]], device: torch.device)
     ids, mask = _padded(rows, device)
     encoded = module.get_encoder()(input_ids=ids, attention_mask=mask)
     start = torch.full((len(rows),), module.config.decoder_start_token_id, device=device)
-    cache = None
+    name, cache = cache_name(module), None
 
     def step(token: Tensor | None) -> Tensor:
         nonlocal cache
         last = start if token is None else token
-        options = {"past_key_values": cache, "use_cache": True}
+        options = {name: cache, "use_cache": True}
         out = module(encoder_outputs=encoded, attention_mask=mask, decoder_input_ids=last[:, None], **options)
-        cache = out.past_key_values
+        cache = out[name]
         return out.logits[:, -1]
 
     return step

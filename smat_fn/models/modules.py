@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from glob import escape
+from inspect import signature
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from ..grad import ModuleLoss
 from ..tree import unwrapped
 from ..types import Aux
 from ..where import attention
+
+
+CACHES = "cache", "past_key_values", "cache_params"  # the first from transformers 5.24 on; RWKV's "state" mixes rows
 
 
 def parameters(module: nn.Module) -> dict[str, Tensor]:
@@ -33,6 +37,12 @@ def blocks(module: Any) -> list[nn.Module]:
         if lists := [m for m in part.children() if isinstance(m, nn.ModuleList) and len(m) == count]:
             return list(lists[0]) if len(lists) == 1 else []
     return []
+
+
+def cache_name(module: nn.Module) -> str:
+    """What a model calls its cache of keys and values, as an argument and in its output; empty without one."""
+    accepted = signature(module.forward).parameters
+    return next((name for name in CACHES if name in accepted), "")
 
 
 def train_only(module: Any, *, layers: int | None = None, names: Sequence[str] | None = None) -> None:

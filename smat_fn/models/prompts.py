@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .modules import blocks
+from .modules import blocks, cache_name
 from .top import FAILURES, Passed, closeness, trained_from
 
 HELD = 2 * 2**30  # bytes of states, keys and values that are kept, on the model's device; later batches are not
-CACHE = "past_key_values"
 
 
 class Prompts:
@@ -39,7 +38,7 @@ class Prompts:
         with self._from(kept.states):
             out = module(**options)
         # a layer is replaced by longer tensors, not written to, so that copies of the object are enough
-        out[CACHE].layers[: self._first] = [copy.copy(layer) for layer in kept.below]
+        out[cache_name(module)].layers[: self._first] = [copy.copy(layer) for layer in kept.below]
         return out
 
     def _read(self, module: nn.Module, key: tuple[bytes, ...], options: Mapping[str, Any]) -> Any:
@@ -50,7 +49,7 @@ class Prompts:
 
         with self._blocks[self._first].register_forward_pre_hook(look, with_kwargs=True):
             out = module(**options)
-        kept = _Kept(seen[0], [copy.copy(layer) for layer in out[CACHE].layers[: self._first]])
+        kept = _Kept(seen[0], [copy.copy(layer) for layer in out[cache_name(module)].layers[: self._first]])
         size = sum(tensor.nbytes for tensor in (kept.states, *(x for b in kept.below for x in (b.keys, b.values))))
         if self._bytes + size <= HELD:
             self._bytes += size
@@ -91,6 +90,8 @@ def prompts_of(module: Any, tokens: Mapping[str, Tensor]) -> Prompts | str:
         return first
     if first == 0:
         return "the lowest block is trained"
+    if not cache_name(module):
+        return "its forward function takes no cache of keys and values"
     if any("forward" in vars(block) for block in blocks(module)[:first]):
         return "something else has replaced the forward function of its blocks"
     prompts = Prompts(module, first)
@@ -113,5 +114,6 @@ def _two_steps(module: Any, way: Callable[..., Any], tokens: Mapping[str, Tensor
         "attention_mask": torch.cat((mask, mask.new_ones(len(mask), 1)), 1),
         "position_ids": positions[:, -1:] + 1,
     }
-    then = module(**after, past_key_values=out[CACHE], use_cache=True)
+    name = cache_name(module)
+    then = module(**after, **{name: out[name]}, use_cache=True)
     return torch.stack([step.logits[:, -1] for step in (out, then)])

@@ -99,6 +99,19 @@ def test_greedy_is_generate_without_sampling(kind, dtype, tokenizer):
     assert len(set(got)) > 3
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_model_with_a_cache_reads_each_token_once(kind, tokenizer):
+    module, widths = make_model(1, kind), []
+
+    def look(_, args, named):
+        widths.append(named["input_ids"].shape[1])
+
+    module.register_forward_pre_hook(look, with_kwargs=True)
+    generator(ModuleLoss(module, None), tokenizer, weights(module))(["abcde"], Decoding(4), seed=0)
+    assert len(widths) > 2
+    assert widths == [6] + [1] * (len(widths) - 1)  # with the begin token; under whatever name transformers has the cache
+
+
 @pytest.mark.parametrize(
     "kind", ["Mamba", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("Rwkv", "RecurrentGemma"))]
 )

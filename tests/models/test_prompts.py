@@ -1,12 +1,14 @@
 """Prompts that frozen layers read once: the same answers as of the whole model, at whatever weights above."""
 
+import functools
+
 import pytest
 import torch
 import transformers as hf
 
 from smat_fn.evaluate.decoding import prompt_tokens
 from smat_fn.models import prompts as prompts_module
-from smat_fn.models.modules import blocks, train_only
+from smat_fn.models.modules import blocks, cache_name, train_only
 from smat_fn.models.prompts import Prompts, prompts_of
 
 
@@ -51,7 +53,8 @@ def test_logits_and_caches_are_those_of_the_whole(kind, layers, made):
                     p.add_(0.1 * turn)
             wanted, found = module(**given, use_cache=True), read(module, **given, use_cache=True)
         torch.testing.assert_close(found.logits, wanted.logits, rtol=0, atol=0)
-        for own, due in zip(found.past_key_values.layers, wanted.past_key_values.layers, strict=True):
+        name = cache_name(module)
+        for own, due in zip(found[name].layers, wanted[name].layers, strict=True):
             assert torch.equal(own.keys, due.keys)
             assert torch.equal(own.values, due.values)
             assert own.get_seq_length() == due.get_seq_length()
@@ -75,10 +78,11 @@ def test_answers_do_not_change_what_is_kept(made):
     with torch.no_grad():
         first = [read(module, **given, use_cache=True) for _ in range(2)]
         after = {"input_ids": given["input_ids"][:, :1], "position_ids": given["position_ids"][:, -1:] + 1}
-        longer = [module(**after, past_key_values=out.past_key_values).logits for out in first]
+        name = cache_name(module)
+        longer = [module(**after, **{name: out[name]}).logits for out in first]
         again = read(module, **given, use_cache=True)
     assert torch.equal(*longer)
-    assert {layer.keys.shape[2] for layer in again.past_key_values.layers} == {30}
+    assert {layer.keys.shape[2] for layer in again[name].layers} == {30}
     assert torch.equal(again.logits, first[0].logits)
 
 
@@ -117,11 +121,15 @@ def test_models_that_need_more_say_why(model):
     assert prompts_of(module, tokens(9, 6)) == "layers other than top ones are trained"
     train_only(module, layers=3)
     assert prompts_of(module, tokens(9, 6)) == "the lowest block is trained"
+    train_only(module, layers=1)
+    module.forward = lambda input_ids, **options: None
+    assert prompts_of(module, tokens(9, 6)) == "its forward function takes no cache of keys and values"
 
 
 class Mixes(hf.LlamaForCausalLM):
     """Reads more of the prompt than its blocks' states."""
 
+    @functools.wraps(hf.LlamaForCausalLM.forward)
     def forward(self, input_ids, **options):
         out = super().forward(input_ids, output_hidden_states=True, **options)
         out.logits = out.logits + out.hidden_states[1][:, -1:].sum()
