@@ -16,7 +16,6 @@ from ..tree import unwrapped
 from ..types import Aux
 from ..where import attention
 
-
 CACHES = "cache", "past_key_values", "cache_params"  # the first from transformers 5.24 on; RWKV's "state" mixes rows
 
 

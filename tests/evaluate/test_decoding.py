@@ -109,7 +109,7 @@ def test_a_model_with_a_cache_reads_each_token_once(kind, tokenizer):
     module.register_forward_pre_hook(look, with_kwargs=True)
     generator(ModuleLoss(module, None), tokenizer, weights(module))(["abcde"], Decoding(4), seed=0)
     assert len(widths) > 2
-    assert widths == [6] + [1] * (len(widths) - 1)  # with the begin token; under whatever name transformers has the cache
+    assert widths == [6] + [1] * (len(widths) - 1)  # under whatever name the cache is
 
 
 @pytest.mark.parametrize(
