@@ -14,6 +14,7 @@ Row = TypeVar("Row")
 EXPERT, SET = "expert:", "experts"
 RUNS = "runs.jsonl"  # its name beside results.jsonl
 _OF_JSON: Mapping[Any, Any] = MappingProxyType({float: (int, float), Mapping: dict, Sequence: list})
+_OF_DEV = {"curve": Sequence[Sequence[float]], "by": str, "step": int, "best": float}  # of ``Run.evaluations``
 
 
 @dataclass(frozen=True)
@@ -104,14 +105,40 @@ def read_rows(path: str | Path, kind: type[Row]) -> list[Row]:
 def checked(row: Row) -> Row:
     """A row whose fields have the types of JSON values that its class names. Raises: ValueError for the first other."""
     for name, hint in get_type_hints(type(row)).items():
-        kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-        value, fit = getattr(row, name), tuple(_OF_JSON.get(own := get_origin(kind) or kind, own) for kind in kinds)
-        if isinstance(value, bool) or not isinstance(value, fit):
-            raise ValueError(f"{name} is {value!r}, must be {' or '.join(map(_name, kinds))}")
+        check_type(name, getattr(row, name), hint)
+    if isinstance(row, Run):
+        _check_inside(row)
     return row
 
 
+def _check_inside(run: Run) -> None:
+    """Raises: ValueError for a value that reports compute with, in a field of any values, and that has another type."""
+    check_type("training['steps']", run.training.get("steps"), int | None)
+    for name in ("alpha_min", "drop_prob", "sigma"):
+        if (name == "sigma" and run.sigma_from) or (run.method == "smat" and name in run.hyperparameters):
+            check_type(f"hyperparameters[{name!r}]", run.hyperparameters.get(name), float)
+    for name, hint in _OF_DEV.items() if run.evaluations else ():
+        check_type(f"evaluations[{name!r}]", value := run.evaluations.get(name), hint)
+        if name == "curve" and (not value or any(len(pair) != 2 for pair in value)):
+            raise ValueError(f"evaluations['curve'] is {value!r}, must hold pairs of a step and a number")
+
+
+def check_type(name: str, value: Any, hint: Any) -> None:
+    """Raises: ValueError, which names the place, unless a JSON value and all inside it have the types of ``hint``."""
+    if hint is Any:
+        return
+    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    fit = [kind for kind in kinds if isinstance(value, _OF_JSON.get(own := get_origin(kind) or kind, own))]
+    if isinstance(value, bool) or not fit:
+        raise ValueError(f"{name} is {value!r}, must be {' or '.join(map(_name, kinds))}")
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, own in inside:
+        if of := get_args(fit[0]):
+            check_type(f"{name}[{key!r}]", own, of[-1])
+
+
 def _name(kind: Any) -> str:
+    kind = get_origin(kind) or kind
     return "null" if kind is NoneType else getattr(kind, "__name__", str(kind))
 
 
@@ -128,6 +155,7 @@ def model_of(manifest: Mapping[str, Any]) -> str:
 
 def run_of(manifest: Mapping[str, Any]) -> Run:
     """The facts of an expert's or a merged model's manifest."""
+    check_type(own := "task" if manifest["kind"] == "expert" else "merger", manifest[own], str)
     known = {f.name for f in fields(Run)} - {"model"}
     given = {name: value for name, value in manifest.items() if name in known and value is not None}
     return checked(Run(model=model_of(manifest), **given))

@@ -128,3 +128,62 @@ def test_an_evaluation_says_that_it_replaces_the_results_of_another_that_ended_m
         assert status is None
         assert (f"note: replaces {results}, which another evaluation wrote meanwhile: " in printed) is said
     assert read_results(results) == [own]
+
+
+RUN = {
+    "label": "SMAT", "model": "expert:a", "seed": 0, "method": "smat", "hyperparameters": {"sigma": 0.1},
+    "training": {"steps": 5}, "evaluations": {"curve": [[5, 1.0]], "by": "score", "step": 5, "best": 1.0},
+}  # fmt: skip
+FACTS = {"dev": {"FT": {"0.1": [1.0]}, "SMAT": [{"training": {}, "hyperparameters": {}, "dev": [1.0]}]}}
+
+
+@pytest.mark.parametrize(
+    ("run", "facts", "told"),
+    [
+        ({"training": {"steps": "5"}}, {}, "runs.jsonl, line 1: training['steps'] is '5', must be int or null"),
+        ({"hyperparameters": {"sigma": "0.1"}}, {}, "line 1: hyperparameters['sigma'] is '0.1', must be float"),
+        ({"hyperparameters": {}, "sigma_from": {"x": 1}}, {}, "line 1: hyperparameters['sigma'] is None, must be"),
+        ({"evaluations": {"curve": []}}, {}, "line 1: evaluations['curve'] is [], must hold pairs of a step"),
+        ({"evaluations": {"curve": [[1]]}}, {}, "line 1: evaluations['curve'] is [[1]], must hold pairs of a step"),
+        ({"evaluations": {"curve": [[1, 2]]}}, {}, "line 1: evaluations['by'] is None, must be str"),
+        ({"dev": {"a": "50"}}, {}, "line 1: dev['a'] is '50', must be float: remove these lines or write"),
+        ({"versions": {"torch": 2}}, {}, "line 1: versions['torch'] is 2, must be str"),
+        ({}, [], "results.json beside it the value is [], must be Mapping: correct it, or remove that file"),
+        ({}, {"versions": ["2"]}, "results.json beside it versions is ['2'], must be Mapping or null: correct it"),
+        ({}, {"lr": {"FT": [1]}}, "results.json beside it lr['FT'] is [1], must be float: correct it"),
+        ({}, {"dev": {"FT": {"0.1": 3}}}, "beside it dev['FT']['0.1'] is 3, must be Sequence: correct it"),
+        ({}, {"dev": {"FT": [{"training": 1}]}}, "beside it dev['FT'][0]['training'] is 1, must be Mapping"),
+    ],
+    ids=repr,
+)
+def test_values_of_another_type_are_named_with_file_and_place(call, tmp_path, run, facts, told):
+    write_results(tmp_path / "results.jsonl", [Result("SMAT", "expert:a", "a", "test", 50.0, 0)])
+    for changed, error in (({}, None), (run, told)):
+        (tmp_path / "runs.jsonl").write_text(json.dumps(RUN | changed))
+        (tmp_path / "results.json").write_text(json.dumps(FACTS if error is None else facts))
+        status, _ = call("report", tmp_path, "--out", tmp_path / "out", "--overwrite")
+        assert status is None if error is None else error in status
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "told"),
+    [
+        ("manifest.json", {"kind": "expert", "task": ["a"], "label": "FT", "seed": 0}, "task is ['a'], must be str"),
+        ("gains.json", {"analysis": "gains", "rows": [5], "settings": {}}, "another type ('int' object is not"),
+        (
+            "experts-curve.json",
+            {"analysis": "experts-curve", "rows": [{"method": "FT", "experts": 2, "seed": 0, "relative": 1.0}],
+             "settings": {"merger": 5}},
+            "holds a value of another type ('int' object has no attribute 'upper'): write it again",
+        ),
+        (
+            "outcome.json",
+            {"label": "T", "seed": 0, "test": [{"method": "T", "model": 3, "task": "a", "split": "test", "score": 5.0,
+                                                "seed": 0}]},
+            "outcome.json: model is 3, must be str",
+        ),
+    ],
+)  # fmt: skip
+def test_damaged_manifests_analyses_and_outcomes_end_in_one_line(call, tmp_path, name, values, told):
+    (tmp_path / name).write_text(json.dumps(values))
+    assert told in call("report", tmp_path, "--out", tmp_path / "out")[0]

@@ -3,19 +3,29 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ... import checkpoint, errors
 from ...analyses import results as analyses
 from ...analyses.plots import draw
 from ...evaluate import Result, read_results
-from ...evaluate.results import RUNS, SET, Run, once, read_rows, run_of, text_lines
+from ...evaluate.results import RUNS, SET, Run, check_type, checked, once, read_rows, run_of, text_lines
 from ...report import Section, Table, with_muon
 
 RESULTS = "results.jsonl"
 OUTCOME = "outcome.json"  # of a trial of a study
 BY_LABEL = ("dev", "lr", "chosen")  # of a study: the tuning of each method
-FACTS = ("command", "commit", "hardware", "versions", *BY_LABEL)
+FACTS: Mapping[str, Any] = MappingProxyType(
+    {
+        **dict.fromkeys(("command", "commit", "hardware"), str),
+        "versions": Mapping[str, str],
+        "dev": Mapping[str, Mapping[str, Sequence[float]] | Sequence[Mapping[str, Any]]],
+        "lr": Mapping[str, float],
+        "chosen": Mapping[str, Mapping[str, Any]],
+    }
+)
+TRIED = {"training": Mapping[str, Any], "hyperparameters": Mapping[str, Any], "dev": Sequence[float]}
 
 
 Weights = tuple[str, str, int]  # label, model, seed
@@ -60,8 +70,10 @@ def read_sources(paths: Sequence[Path], *, besides: Path | None = None) -> Sourc
                         scored.setdefault(key, (run.fingerprint, file))
             except KeyError as error:
                 problems.append(f"{file} lacks {error}: it was written by another version, or is something else")
-            except (ValueError, TypeError) as error:
+            except ValueError as error:
                 problems.append(f"{file}: {error}")
+            except (TypeError, AttributeError, IndexError) as error:  # of rows of an analysis or an outcome
+                problems.append(f"{file} holds a value of another type ({error}): write it again")
     problems += _outdated(found.runs, scored, there)
     if not found.rows and not problems:
         names = ", ".join(map(str, paths)) or "no folder"
@@ -105,14 +117,14 @@ def _read(file: Path, found: Sources) -> None:
         found.rows.extend(rows)
         found.runs.extend(runs)
         for name in (f"{file.stem}.json", f"{file.stem}_tuning.json"):
-            facts = file.with_name(name)
-            _add(found.facts, json.loads(facts.read_text(encoding="utf-8")) if facts.exists() else {})
+            if (facts := file.with_name(name)).exists():
+                _add(found.facts, facts)
         return
-    values = json.loads(file.read_text(encoding="utf-8"))
+    values = checkpoint.read_json(file)
     if not isinstance(values, dict):  # of another program
         return
     if file.name == OUTCOME:
-        found.rows.extend(Result(**row) for row in values["test"] or ())
+        found.rows.extend(checked(Result(**row)) for row in values["test"] or ())
         found.runs.extend([run_of_trial({**values, **values["trial"]})] if values["test"] else [])
     elif file.name == checkpoint.MANIFEST:
         found.runs.extend([run_of(values)] if values.get("kind") in ("expert", "merged") and "label" in values else ())
@@ -120,9 +132,20 @@ def _read(file: Path, found: Sources) -> None:
         found.analyses.append(analysis_section(values))
 
 
+def _check_facts(values: Any) -> None:
+    """Raises: ValueError for the first fact that a report shows and that is of another type."""
+    check_type("the value", values, Mapping[str, Any])
+    for name, hint in FACTS.items():
+        check_type(name, values.get(name), hint | None)
+    for label, tried in (values.get("dev") or {}).items():
+        for place, candidate in enumerate(tried if isinstance(tried, list) else ()):
+            for name, hint in TRIED.items():
+                check_type(f"dev[{label!r}][{place}][{name!r}]", candidate.get(name), hint)
+
+
 def run_of_trial(values: Mapping[str, Any]) -> Run:
-    """The experts of a study's trial as one row."""
-    return Run(
+    """The experts of a study's trial as one row. Raises: ValueError for a field of another type."""
+    run = Run(
         values["label"],
         SET,
         values["seed"],
@@ -133,6 +156,7 @@ def run_of_trial(values: Mapping[str, Any]) -> Run:
         peak_memory_bytes=values["peak_bytes"],
         suite=values.get("suite", {}),
     )
+    return checked(run)
 
 
 def analysis_section(result: analyses.Result) -> Section:
@@ -147,14 +171,23 @@ def analysis_section(result: analyses.Result) -> Section:
 
 def _runs(file: Path) -> list[Run]:
     """Runs of eval.py, or a study's lines, which have no model."""
-    lines = [json.loads(line) for line in text_lines(file)]
-    return read_rows(file, Run) if any("model" in line for line in lines) else [run_of_trial(line) for line in lines]
+    try:
+        lines = [json.loads(line) for line in text_lines(file)]
+        if not any("model" in line for line in lines):
+            return [run_of_trial(line) for line in lines]
+    except (KeyError, ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{file} beside it holds other lines than runs ({error!r}): write it again") from None
+    return read_rows(file, Run)
 
 
-def _add(facts: dict[str, Any], more: Mapping[str, Any]) -> None:
+def _add(facts: dict[str, Any], file: Path) -> None:
     """Keep each fact once, several different texts joined; of each label, the tuning of the first study that has it."""
+    try:
+        _check_facts(more := checkpoint.read_json(file))
+    except ValueError as error:
+        raise ValueError(f"in {file.name} beside it {error}: correct it, or remove that file") from None
     for name in FACTS:
-        if name not in more:
+        if more.get(name) is None:
             continue
         old, new = facts.get(name), more[name]
         if isinstance(old, str) and isinstance(new, str):
