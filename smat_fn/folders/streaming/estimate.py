@@ -1,5 +1,6 @@
 """Estimate the cost of a merge: an upper bound of its memory, and its speed measured on one chunk."""
 
+import math
 import re
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from .chunks import Job, in_order, rule_of, write_order
 from .survey import Survey
 
 FIXED = 32 << 20  # histograms, headers, allocator
+SAMPLED = 64  # leaves at most of the trial that gives the time of a merge
 
 
 def chunk_of(memory: int) -> int:
@@ -68,13 +70,18 @@ class _Statistics(dict[str, Tensor]):
 
 
 def seconds_of(job: Job) -> float:
-    """Seconds of computation, from a chunk of noise in the dtype and row length of the largest leaf."""
+    """Seconds of computation, from a chunk of noise in the dtype and row length of the largest leaf.
+
+    A chunk holds several of small leaves, of which each takes longer alone than one of many.
+    """
     floating = [leaf for leaf in job.base.leaves.values() if leaf.is_floating_point()]
     if not floating:
         return 0.0
     like = max(floating, key=Tensor.numel)
     length = max(row_length(like.shape), 1)
     shape = max(1, min(like.numel(), job.chunk * job.workers) // length), length
+    count = max(1, min(len(floating), SAMPLED, job.chunk * job.workers // math.prod(shape)))
+    paths = [f"w{i}" for i in range(count)]
     generator = torch.Generator().manual_seed(0)
 
     def folder(label: str) -> Folder:
@@ -82,16 +89,20 @@ def seconds_of(job: Job) -> float:
         stores: dict[Path, Any] = {}
         if (kind := job.config.statistics()) is not None:
             own = torch.eye(length) if kind == "gram" else torch.rand(shape, generator=generator)
-            stores[Path(STATISTICS[kind])] = _Statistics(w=own)
-        return Folder(label, {"w": noise.to("meta")}, {"w": reader_of_tensor(noise)}, stores)
+            stores[Path(STATISTICS[kind])] = _Statistics(dict.fromkeys(paths, own))
+        return Folder(
+            label, dict.fromkeys(paths, noise.to("meta")), dict.fromkeys(paths, reader_of_tensor(noise)), stores
+        )
 
-    trial = job._replace(base=folder("base"), experts={name: folder(name) for name in job.experts}, coefs={"w": 0.5})
+    trial = job._replace(
+        base=folder("base"), experts={name: folder(name) for name in job.experts}, coefs=dict.fromkeys(paths, 0.5)
+    )
     times = []
     for _ in range(2):  # the first one loads libraries and takes memory
         begin = time.perf_counter()
         rule = rule_of(job, Survey(trial, {}))
-        for _ in in_order(write_order(trial, rule, "w"), trial.workers):
+        for _ in in_order((task for path in paths for task in write_order(trial, rule, path)), trial.workers):
             pass
         times.append(time.perf_counter() - begin)
     leaves = job.base.leaves.values()
-    return min(times) * sum(job.config.work(leaf.shape) for leaf in leaves) / job.config.work(shape)
+    return min(times) * sum(job.config.work(leaf.shape) for leaf in leaves) / (count * job.config.work(shape))
