@@ -217,7 +217,11 @@ def exclusive(out: Path, *, wait: float = 0.0) -> Iterator[None]:
 
 @contextmanager
 def locked(file: Path, taken: str, *, wait: float = 0.0) -> Iterator[None]:
-    """Hold a lock on ``file``, which is there as long. Raises: ValueError with the text ``taken`` if it is held."""
+    """Hold a lock on ``file``, which is there as long. Raises: ValueError with the text ``taken`` if it is held.
+
+    Folders that are made for it, and hold nothing at the end, are removed.
+    """
+    made = [place for place in file.parents if not place.exists()]
     file.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(file)
     try:
@@ -229,6 +233,9 @@ def locked(file: Path, taken: str, *, wait: float = 0.0) -> Iterator[None]:
     finally:
         file.unlink(missing_ok=True)  # while it is held: filelock never takes a file without a name
         lock.release()
+        with suppress(OSError):
+            for place in made:
+                place.rmdir()
 
 
 def work_folder(out: Path) -> Path:

@@ -20,7 +20,7 @@ from smat_fn import merge, random
 from smat_fn.config import Dare, MultiSlerp, Opcm, TaskArithmetic, Ties, WeightAverage
 from smat_fn.folders import files, merge_folders, plan, run, writing
 from smat_fn.folders.prepare import prepare
-from smat_fn.folders.streaming import survey
+from smat_fn.folders.streaming import estimate, survey
 from smat_fn.scripts import cli
 
 TA = TaskArithmetic(coef=0.5)
@@ -138,6 +138,15 @@ def test_a_merge_that_resumes_needs_room_for_the_rest_alone(inputs, tmp_path, mo
         merge_folders(TA, *inputs, tmp_path / "out", shard_size=150)
     free[0] += 1
     merge_folders(TA, *inputs, tmp_path / "out", shard_size=150)
+
+
+def test_without_room_nothing_is_left_of_the_folders_that_were_made(inputs, tmp_path, monkeypatch):
+    path, experts = inputs
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.setattr(run.shutil, "disk_usage", lambda place: SimpleNamespace(free=1))
+    with pytest.raises(ValueError, match=r"1 bytes free, .* are needed"):
+        merge_folders(TaskArithmetic(coef=1.0), path, experts, tmp_path / "new" / "deep" / "out")
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_a_kill_after_the_last_rename_leaves_a_folder_that_can_be_replaced(inputs, tmp_path, monkeypatch):
@@ -387,6 +396,21 @@ def test_a_plan_writes_nothing_and_tells_the_size_on_disk(inputs, folders, tmp_p
     assert tuple(sorted(sizes)) == planned.shards
     assert sum(sizes.values()) == planned.disk
     assert planned.seconds > 0
+
+
+@pytest.mark.parametrize(("count", "size"), [(128, 4), (2, 1 << 20)])
+def test_the_time_of_many_small_parameters_is_measured_on_several(count, size, folders, tmp_path, monkeypatch):
+    now, rule = [0.0], estimate.rule_of
+
+    def slow(*args):
+        now[0] += estimate.SAMPLED  # seconds
+        return rule(*args)
+
+    monkeypatch.setattr(estimate.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(estimate, "rule_of", slow)
+    paths = [folders.save(tmp_path / name, {f"w{i}": torch.ones(size) for i in range(count)}) for name in "ab"]
+    found = plan(TaskArithmetic(coef=1.0), paths[0], {"b": paths[1]}, tmp_path / "out", chunk=1 << 20)
+    assert found.seconds == 128  # twice 64 small ones, or two large ones, alone
 
 
 @pytest.mark.parametrize("workers", [1, 3])
