@@ -243,7 +243,9 @@ def describe(schedule: Schedule, leaves: Mapping[str, Tensor], where: Predicate)
     sizes = [sum(p.numel() for p in part.values()) for part in (masked, leaves)]
     off = schedule.alpha_min == schedule.alpha_max == 1
     parts = ["Scale off" if off else f"Scale alpha from {schedule.alpha_min} to {schedule.alpha_max:g}"]
-    parts += [f"times a factor in {len(schedule.factors)} parameters"] if schedule.factors else []
+    if schedule.factors:
+        scaled = f"a factor in {len(schedule.factors)} parameters"
+        parts = [f"Scale only by {scaled}"] if off else [*parts, f"times {scaled}"]
     if schedule.drop_prob:
         parts.append(
             f"Mask removes coordinates with probability {schedule.drop_prob} in {len(masked)} of {len(leaves)} trained "

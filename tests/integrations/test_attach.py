@@ -906,6 +906,9 @@ def test_one_line_says_at_the_start_what_is_masked(tmp_path, caplog):
     assert line.endswith("Perturb uniform noise of RMS 0.02")
     off = attach(trainer, key=KEY, alpha_min=1.0, drop_prob=0.0, sigma=0.0)
     assert repr(off) == "SMAT: Scale, Mask and Perturb are off, every step is clean"
+    factors = {"model.layers.0.mlp.up_proj.weight": 0.5}
+    alone = attach(trainer, key=KEY, alpha_min=1.0, drop_prob=0.0, sigma=0.0, factors=factors)
+    assert repr(alone).endswith(": Scale only by a factor in 1 parameters; Mask off; Perturb off")
 
 
 class Online(transformers.Trainer):
