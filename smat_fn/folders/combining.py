@@ -15,7 +15,7 @@ from .. import __version__, checkpoint, errors
 from ..merge.around.factors import Factors
 from .inputs.adapters import CONFIG, PREFIX, WEIGHTS, Held, read_adapter, stored_halves, weights_of
 from .inputs.hub import local_folder
-from .inputs.side_files import TOKENIZER, Files, files_of, special_tokens, template_of
+from .inputs.side_files import TOKENIZER, Files, files_of, special_tokens, template_of, unlike_templates
 from .inputs.vocabulary import tokenizer_notes
 from .prepare import place_problems
 from .writing import exclusive, fill
@@ -108,6 +108,10 @@ def tokenizer_of(places: Mapping[str, Path]) -> tuple[Files, tuple[str, ...]]:
         notes += special_tokens(label, root, place, of=first)
         if template_of(place) != template_of(root):
             notes.append(f"{label} has another chat template than {first}: the merged adapter has {first}'s")
+        if named := unlike_templates(root, place):
+            notes.append(
+                f"{label} has other named chat templates than {first} ({named}): the merged adapter has {first}'s"
+            )
     return {**files_of(root, TOKENIZER)}, tuple(notes)
 
 

@@ -330,13 +330,16 @@ def test_the_first_tokenizer_and_chat_template_are_kept(saved, tmp_path):
 
     write("x", {"eos_token": "</s>"}, "{{ a }}", a=0, b=1)
     write("y", {"eos_token": "</s>"}, "{{ a }}", a=0, b=1)
+    (folders["y"] / "additional_chat_templates/rag.jinja").write_text("{{ c }}")
     write("z", {"eos_token": "<end>"}, "{{ b }}", a=1, b=0)
     made = combined(folders, tmp_path / "out", "cat")
     assert made.notes == (
         "adapter 'z' numbers 2 tokens differently from x, e.g. 'a' (0 in x, 1 there): the merged model has x's "
         "tokenizer",
+        "adapter 'y' has other named chat templates than x (rag): the merged adapter has x's",
         "adapter 'z' has other special tokens: eos_token '<end>' of its tokenizer, x's is '</s>'",
         "adapter 'z' has another chat template than x: the merged adapter has x's",
+        "adapter 'z' has other named chat templates than x (tool): the merged adapter has x's",
     )
     files = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates/tool.jinja"
     for file in files:

@@ -131,6 +131,9 @@ def test_chat_templates_and_generation_configs_that_differ_are_notes(models, tmp
     assert "expert 'A' has a chat template, base has none: the output has none" in notes
     assert "expert 'A' has another generation_config.json than base: top_p" in notes
     change(models / "BASE", "tokenizer_config.json", chat_template=[{"name": "default", "template": "{{ 'two' }}"}])
+    change(models / "A", "tokenizer_config.json", chat_template=[{"name": "tool", "template": "{{ 'tool' }}"}])
+    notes = plan(TA, models / "BASE", experts, tmp_path / "out").notes
+    assert "expert 'A' has other named chat templates than base (tool): the output has those of base" in notes
     for name in "BC":
         (models / name / "chat_template.jinja").write_text("{{ 'three' }}\n")
     made = tmp_path / "out"

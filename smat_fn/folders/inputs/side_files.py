@@ -17,6 +17,7 @@ from .vocabulary import FITTED
 
 Files: TypeAlias = dict[str, Path | bytes]  # by name: to be copied, or as they are
 
+MORE_TEMPLATES = "additional_chat_templates"
 CONFIG = "config.json", "generation_config.json", "*.py", "custom_generate/*"
 TOKENIZER = (
     "tokenizer*",
@@ -27,7 +28,7 @@ TOKENIZER = (
     "*.model",
     "*.tiktoken",
     "chat_template*",
-    "additional_chat_templates/*.jinja",
+    f"{MORE_TEMPLATES}/*.jinja",
     "*.spm",
     "tekken.json",
     "normalizer.json",
@@ -127,6 +128,22 @@ def template_of(root: Path) -> str | None:
     if isinstance(found, list):
         found = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}.get("default")
     return found if isinstance(found, str) else None
+
+
+def named_templates(root: Path) -> dict[str, str]:
+    """The chat templates of a checkpoint beside the default one, by name."""
+    listed = _read(root / "tokenizer_config.json").get("chat_template")
+    entries = [entry for entry in (listed if isinstance(listed, list) else ()) if isinstance(entry, dict)]
+    files = sorted((root / MORE_TEMPLATES).glob("*.jinja"))
+    found = {str(entry.get("name")): str(entry.get("template")) for entry in entries}
+    found |= {file.stem: file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file()}
+    return {name: text for name, text in found.items() if name != "default"}
+
+
+def unlike_templates(base: Path, root: Path) -> str:
+    """The names of chat templates, beside the default one, that differ in two checkpoints, joined by commas."""
+    own, others = named_templates(base), named_templates(root)
+    return ", ".join(sorted(name for name in own.keys() | others.keys() if own.get(name) != others.get(name)))
 
 
 def chosen_template(asked: str | None, roots: Sequence[Path]) -> str | None:
@@ -275,6 +292,8 @@ def _texts(label: str, base: Path, root: Path, *, chosen: bool, template: bool) 
     if right is not None and left != right and not template:
         what = "has a chat template, base has none" if left is None else "has another chat template than base"
         yield f"{label} {what}: the output has {'none' if left is None else 'that of base'}"
+    if (named := unlike_templates(base, root)) and not template:
+        yield f"{label} has other named chat templates than base ({named}): the output has those of base"
     own, others = (_read(path / "generation_config.json") for path in (base, root))
     if own and others:
         found = sorted(
