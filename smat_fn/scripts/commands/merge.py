@@ -396,6 +396,10 @@ def on_disk(args: Merge, preset: Preset, configs: list[MergerConfig], base: Path
     from smat_fn.scripts.recipes.templates import NOTES, TEMPLATES
 
     template = str(args.output.chat_template)
+    known = "auto", *TEMPLATES
+    if template not in ("None", *known) and "{" not in template and not Path(template).is_file():
+        words = f"must be {', '.join(known)}, a template in Jinja, or a file of one"
+        raise ValueError(f"--chat-template is {template!r}: {words}")
     if note := NOTES.get(template):
         outcome.line(f"note: {note}")
     lines, coefs = args.choice.lines, args.choice.coefs
