@@ -177,6 +177,10 @@ def _malformed(manifest: Any) -> Iterator[str]:
     }.items():
         if not isinstance(value, dict) or not all(isinstance(print_, str) for print_ in value.values()):
             yield f"{name} is {value!r}, must be an object of files and their SHA-256"
+        elif name == "files" and (
+            outside := [own for own in value if Path(own).is_absolute() or ".." in Path(own).parts]
+        ):
+            yield f"files names {outside[0]!r}, outside the folder: do not trust this manifest"
 
 
 def seconds_to_hash(size: int) -> float:

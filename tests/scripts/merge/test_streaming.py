@@ -465,7 +465,8 @@ def test_verify_of_a_merge_in_memory_compares_the_fingerprint(inputs, tmp_path):
 
 @pytest.mark.parametrize(
     "text", ["[]", '"text"', "3", "{", '{"files": 3}', '{"files": {"a": 1}}', '{"files": {}, "inputs": 3}',
-             '{"files": {}, "inputs": {"base": []}}', "\xff"],
+             '{"files": {}, "inputs": {"base": []}}', "\xff",
+             '{"files": {"/etc/hostname": "a"}}', '{"files": {"a/../../b": "a"}}'],
 )  # fmt: skip
 def test_verify_refuses_a_manifest_that_is_none(tmp_path, text):
     (tmp_path / "manifest.json").write_bytes(text.encode("latin-1"))
