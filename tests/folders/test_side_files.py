@@ -451,6 +451,10 @@ def test_heads_of_experts_are_kept_beside_the_merged_trunk(models, tmp_path):
     with pytest.raises(ValueError, match=r"'score.weight'"):
         plan(TA, models / "BASE", experts, tmp_path / "out")
     made = tmp_path / "out"
+    for name in ("..", "../A", "a/b"):  # a manifest may name a task so
+        with pytest.raises(ValueError, match=rf"expert '{name}': `heads='keep'` writes a file of its name"):
+            merge_folders(TA, models / "BASE", {name: models / "A"}, made, heads="keep")
+    assert not made.exists()
     report = merge_folders(TA, models / "BASE", experts, made, heads="keep")
     found = load_file(made / "model.safetensors")
     assert found.keys() == trees["BASE"].keys()

@@ -129,9 +129,14 @@ def _outside(path: str, rows: set[str]) -> bool:
 
 
 def head_files(heads: Mapping[str, dict[str, Tensor]], roots: Mapping[str, Path]) -> Files:
-    """Each head with its expert's config.json, as files of the output."""
+    """Each head with its expert's config.json, as files of the output.
+
+    Raises: ValueError for the name of an expert, which its manifest may give, that is not the name of a file.
+    """
     files: Files = {}
     for name, head in heads.items():
+        if head and (name in (".", "..") or Path(name).name != name):
+            raise ValueError(f"expert {name!r}: `heads='keep'` writes a file of its name, so give it another name")
         if head:
             files[f"{FOLDER}/{name}.safetensors"] = save(head, metadata={"format": "pt"})
             if (config := roots[name] / "config.json").is_file():
