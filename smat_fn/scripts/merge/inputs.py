@@ -227,6 +227,11 @@ def by_name(
     for given, path in experts.items() if isinstance(experts, Mapping) else map(named, experts):
         manifest = manifest_of(path)
         name = given or manifest.get("task", folder_name(path))
+        if not isinstance(name, str):
+            problems.append(
+                f"{path / checkpoint.MANIFEST}: task is {name!r}, must be a text: name the expert, NAME={path}"
+            )
+            name = folder_name(path)
         if any(name == other for other, *_ in found):
             problems.append(f"{path}: there is another expert named {name!r}: give each once, or name it: NAME={path}")
         # an adapter adds to base, whatever the merger does

@@ -666,6 +666,9 @@ def test_a_manifest_of_something_else_is_none_of_ours(copied, tmp_path):
     order = streaming.order(base, experts, out=tmp_path / "out", seed=0)
     assert order.experts == {path.name: path for path in experts}
     assert list(order.manifests.values()) == [{}, {}]
+    (experts[0] / "manifest.json").write_text('{"kind": "expert", "task": ["x"]}')
+    with pytest.raises(ValueError, match=r"manifest\.json: task is \['x'\], must be a text: name the expert, NAME="):
+        streaming.order(base, experts, out=tmp_path / "out", seed=0)
 
 
 @pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("4kb", 4000), ("1.5 MB", 1500000), ("123", 123)])
