@@ -332,6 +332,10 @@ def test_experts_curve_takes_coefficients_and_searches_where_there_is_none(runs,
     assert call("experts-curve", *runs, "--coef", "0.2", "0.5", "--merger", "ties", "--out", tmp_path)[0] is None
     rows = read(tmp_path, "experts-curve")["rows"]
     assert {(row["method"], row["coef"]) for row in rows} == {("FT", 0.2), ("SMAT", 0.5)}
+    for name, coef in (("iso_c", 0.2), ("cart", 0.2), ("karcher", None)):  # with a base, and without
+        words = ("--coef", coef) if coef else ()
+        assert call("experts-curve", runs[0], "--merger", name, *words, "--out", tmp_path / name)[0] is None
+        assert {row["coef"] for row in read(tmp_path / name, "experts-curve")["rows"]} == {coef}
 
 
 @pytest.mark.slow
@@ -467,6 +471,11 @@ def test_what_cannot_be_analysed_is_told_in_one_line(runs, call, tmp_path):
         (("experts-curve", smat), "seed 21 has 0 runs of method ft"),
         (("experts-curve", ft, smat, "--coef", "1", "2", "3"), "3 coefs for 2 runs"),
         (("experts-curve", ft, "--merger", "wa", "--coef", "1"), "WA has none"),
+        (
+            ("experts-curve", ft, "--merger", "fisher"),
+            "--merger is 'fisher': must be one of wa, ta, ties, dare, della, ",
+        ),
+        (("experts-curve", ft, "--merger", "slerp", "--coef", "0.5"), "slerp"),
         (("experts-curve", tmp_path / "a", tmp_path / "b"), "holds no experts"),
         (("experts-curve", ft, ft), "are both FT of seed 21"),
         (("experts-curve", ft, fewer), "means over different tasks cannot be compared"),

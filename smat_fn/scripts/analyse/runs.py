@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 from ... import checkpoint, errors, merge
 from ...analyses import Job, scores_of
 from ...analyses.results import Result
-from ...config import PaperMerger, WeightAverage, preset_of
+from ...config import MERGERS, MORE_MERGERS, MergerConfig, WeightedAverage, preset_of, resolve
 from ...evaluate import Scorer
+from ...merge.parts.masked import Masked
 from ...suites import Suite
 from ...types import Params
 from ..merge.choosing import merge_one
@@ -88,20 +89,22 @@ def standard_runs(runs: Sequence[Run]) -> dict[int, Run]:
     return {seed: run for seed, (run,) in standard.items()}
 
 
-def chosen_merger(run: Run, merger: str, *, coef: float | None, preset: str | None) -> PaperMerger:
+def chosen_merger(run: Run, merger: str, *, coef: float | None, preset: str | None) -> MergerConfig:
     """A merger with the settings stored with this run.
 
     Those of the merged checkpoint of this merger and all of the run's experts below the run's folder, if there is one,
     else those of the preset, by default that of the experts. A given coef goes first; where nothing gives one it is
     None, for `with_coef`.
 
-    Raises: ValueError for a coef for WA, and for several merged checkpoints that differ in settings.
+    Raises: ValueError for a merger that needs more than the experts, for a coef for one that has none, such as WA, for
+        experts that it does not merge, and for several merged checkpoints that differ in settings.
     """
-    config: PaperMerger = preset_of(preset or trained_by(run.inputs.manifests)).mergers[merger]  # type: ignore[assignment]
-    if isinstance(config, WeightAverage):
-        if coef is not None:
-            raise ValueError(f"coef is {coef}, but WA has none: leave --coef out")
-        return config
+    usual = preset_of(preset or trained_by(run.inputs.manifests)).mergers
+    config: Any = usual[merger] if merger in usual else resolve(_kind(merger)(), usual)
+    counts = range(2, len(run.tasks) + 1)
+    errors.raise_problems([text for n in counts for text in config.problems({task: {} for task in run.tasks[:n]})])
+    if not hasattr(config, "coef") and coef is not None:
+        raise ValueError(f"coef is {coef}, but {merger.upper()} has none: leave --coef out")
     stored = [
         manifest["hyperparameters"]
         for file in sorted(run.path.rglob(checkpoint.MANIFEST))
@@ -118,35 +121,52 @@ def chosen_merger(run: Run, merger: str, *, coef: float | None, preset: str | No
         raise ValueError(f"{run.path} holds {merger} models of several settings, {' and '.join(found)}: {way}")
     if stored:
         config = type(config)(**stored[0])
-    return config if coef is None else replace(config, coef=coef)
+    chosen: MergerConfig = config if coef is None else replace(config, coef=coef)
+    return chosen
 
 
-def with_coef(run: Run, config: PaperMerger, *, seed: int, memory: int | None) -> PaperMerger:
+def _kind(name: str) -> type[MergerConfig]:
+    """The options of a merger by its name. Raises: ValueError for one that needs data or has options to be given."""
+    known = {
+        kind.name: kind
+        for kind in (*MERGERS, *MORE_MERGERS)
+        if kind.statistics is MergerConfig.statistics and not issubclass(kind, (Masked, WeightedAverage))
+        if not any(own.default is MISSING is own.default_factory for own in fields(kind))
+    }
+    if name not in known:
+        near = errors.suggestion(name, known)
+        raise ValueError(
+            f"--merger is {name!r}{near}: must be one of {', '.join(known)} (others need data, or options that are not "
+            "given here)"
+        )
+    return known[name]
+
+
+def with_coef(run: Run, config: MergerConfig, *, seed: int, memory: int | None) -> MergerConfig:
     """The merger with the coefficient of the largest mean dev score where it takes one and has none.
 
     The search is in memory, a grid of γ in one batched evaluation where the suite allows it.
     """
-    if isinstance(config, WeightAverage) or config.coef is not None:
+    if getattr(config, "coef", 0.0) is not None:  # given, or there is none
         return config
     suite, inputs = run.suite, run.inputs
-    if suite.score_tensor is None:
-        return replace(config, coef=merge_one(config, inputs, seed=seed, scorer=Scorer(suite)).coef)
+    found: Any = config
+    if suite.score_tensor is None or not config.based:
+        return replace(found, coef=merge_one(config, inputs, seed=seed, scorer=Scorer(suite)).coef)
     vector = merge.vector_by(config, inputs.base, inputs.experts, key=mask_key(seed))
     grid = config.grid
     jobs = [Job(partial(merge.apply_vector, inputs.base, vector, coef=c), run.tasks) for c in grid]
-    found = scores_of(suite, "dev", memory=memory)(jobs)
-    means = {c: fmean(scores.values()) for c, scores in zip(grid, found, strict=True)}
-    return replace(config, coef=merge.choose(grid, means.__getitem__).best)
+    tried = scores_of(suite, "dev", memory=memory)(jobs)
+    means = {c: fmean(scores.values()) for c, scores in zip(grid, tried, strict=True)}
+    return replace(found, coef=merge.choose(grid, means.__getitem__).best)
 
 
-def merged_params(config: PaperMerger, run: Run, tasks: Sequence[str], *, seed: int) -> Params:
+def merged_params(config: MergerConfig, run: Run, tasks: Sequence[str], *, seed: int) -> Params:
     """The merged model of some of a run's experts; masks as merge.py draws them."""
     inputs = run.inputs._replace(experts={task: run.inputs.experts[task] for task in tasks})
-    if isinstance(config, WeightAverage):
-        return like_base(inputs.base, merge.weight_average(inputs.experts))
-    assert config.coef is not None, "with_coef gives one"
-    vector = merge.vector_by(config, inputs.base, inputs.experts, key=mask_key(seed))
-    return merge.apply_vector(inputs.base, vector, coef=config.coef)
+    if not config.based:
+        return like_base(inputs.base, merge.merge_by(config, inputs.base, inputs.experts))
+    return merge.merge_by(config, inputs.base, inputs.experts, key=mask_key(seed))
 
 
 def facts(run: Run) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
@@ -23,8 +23,8 @@ class ExpertsCurve(Batched):
 
     runs: Annotated[Positional[tuple[Path, ...]], RUNS]
     """Run folders of train.py. Each seed needs a run of method ft."""
-    merger: Literal["wa", "ta", "ties", "dare", "della"] = "ta"
-    """Merger of the experts."""
+    merger: Annotated[str, arg(metavar="NAME")] = "ta"
+    """Merger of the experts: any that needs no data and has a default for each of its options."""
     coef: Annotated[tuple[float, ...], arg(help_behavior_hint="(default: the run's own, else searched on dev)")] = ()
     """One coefficient for all runs, or one per run. A run's own coefficient is that of its stored merged model."""
     preset: Annotated[str | None, arg(help_behavior_hint="(default: that of the experts, else digits)")] = None
