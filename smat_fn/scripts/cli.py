@@ -217,9 +217,12 @@ _OF_SUITES = "max_length", "max_new_tokens", "train_layers", "truncate"
 def spoken(text: str, names: Sequence[str] = ()) -> str:
     """Write arguments that an error of the library names as options: `heads='keep'` is --heads keep.
 
-    Args: names: options of the command; those of several words are also written so where no backticks are around.
+    Args: names: options of the command; also written so where no backticks are around: those of several words, and
+        those of one that begin a problem and are followed by "is", as in "coef is nan, must be finite".
     """
     text = _ARGUMENT.sub(lambda found: _option(found[1], found[2], names) or found[0], text)
+    single = "|".join(name for name in names if "_" not in name)
+    text = re.sub(rf"(?m)^(\s*(?:\w+: )?)({single})(?= is )", r"\1--\2", text) if single else text
     several = "|".join(name for name in names if "_" in name)  # not in paths, field names with dots, and quotes
     bare = rf"(?<![\w.'\"/=-])({several})(?![\w.'\"/=(])"
     return re.sub(bare, lambda found: f"--{found[1].replace('_', '-')}", text) if several else text

@@ -69,7 +69,7 @@ def test_an_adapter_that_was_extracted_is_an_expert(call, model, tmp_path):
     assert f"extracted: {tmp_path / 'lora'}, rank 4" in said
     assert call("verify", tmp_path / "lora") == (f"4 files have the hashes stored in {tmp_path / 'lora'}\n", None)
     assert call("extract-lora", *inputs, "--rank", 0)[1].startswith(
-        "merge.py extract-lora:\n  rank is 0, must be at least 1\n  "
+        "merge.py extract-lora:\n  --rank is 0, must be at least 1\n  "
     )
     words = "ta", "--coef", 1, "--base", base, "--experts", tmp_path / "lora", "--out", tmp_path / "out"
     said, code = call(*words)
@@ -166,7 +166,7 @@ def test_errors_of_an_extraction_are_listed_at_once_as_options(call, model, tmp_
         "merge.py extract-lora:",
         "  neither --rank nor --energy is given: give --rank 16, or --energy 0.95, or both",
     ]
-    assert f"\n  base is {base / 'model.safetensors'}, a single file, " in said
+    assert f"\n  --base is {base / 'model.safetensors'}, a single file, " in said
     assert (
         "\n  --only q matches no parameter of base: give a glob over names such as model.embed_tokens.weight\n" in said
     )

@@ -143,6 +143,10 @@ def test_options_of_several_words_are_said_as_the_command_line_has_them(monkeypa
     assert spoken("eval_every is 0, with shard_size", names) == "--eval-every is 0, with --shard-size"
     for text in ("'shard_size' is 5", "training.eval_every was 5", "my_eval_every", "a/shard_size", "eval_every=5"):
         assert spoken(text, names) == text
+    for text in ("steps is 0, must", " steps is 0, must", "\n  steps is 0, must\n  smat: steps is 0"):
+        assert spoken(text, names) == text.replace("steps", "--steps")
+    for text in ("the steps is 0", "steps are 0", "a/steps is 0", "--steps is 0", "steps_is is 0"):
+        assert spoken(text, names) == text
 
     @dataclass(frozen=True)
     class Several:
