@@ -149,6 +149,21 @@ def test_chat_templates_and_generation_configs_that_differ_are_notes(models, tmp
 
 
 @pytest.mark.parametrize(
+    ("file", "values"),
+    [
+        ("config.json", {"eos_token_id": [{}]}),
+        ("tokenizer_config.json", {"chat_template": [{"name": [], "template": "x"}]}),
+        ("tokenizer.json", {"model": {"vocab": [[1]]}}),
+    ],
+)
+def test_values_of_other_types_beside_the_weights_are_passed_over(file, values, models, tmp_path):
+    (models / "A" / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0}}}))
+    (models / "BASE" / file).write_text("{}")
+    change(models / "BASE", file, **values)
+    plan(TA, models / "BASE", {"A": models / "A"}, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
     ("text", "why"),
     [
         ("{% for m in", "line 1: unexpected 'end of template'"),

@@ -126,7 +126,9 @@ def template_of(root: Path) -> str | None:
         return (root / TEMPLATE).read_text(encoding="utf-8")
     found = _read(root / "tokenizer_config.json").get("chat_template")
     if isinstance(found, list):
-        found = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}.get("default")
+        found = {str(entry.get("name")): entry.get("template") for entry in found if isinstance(entry, dict)}.get(
+            "default"
+        )
     return found if isinstance(found, str) else None
 
 
@@ -352,7 +354,9 @@ def _read_settings(file: Path) -> dict[str, Any]:
 
 def _renumbered(config: Mapping[str, Any], numbers: Mapping[int, int]) -> dict[str, Any]:
     def new(value: Any) -> Any:
-        return [new(entry) for entry in value] if isinstance(value, list) else numbers.get(value, value)
+        if isinstance(value, list):
+            return [new(entry) for entry in value]
+        return numbers.get(value, value) if isinstance(value, int) else value
 
     return {
         name: new(value) if name.endswith("_token_id") and isinstance(value, (int, list)) else value

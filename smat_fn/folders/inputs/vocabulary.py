@@ -204,6 +204,7 @@ def _tokens(file: Path) -> dict[str, Any] | None:
             return dict(read)
         vocabulary = read["model"]["vocab"]
         pairs = vocabulary.items() if isinstance(vocabulary, dict) else ((t[0], i) for i, t in enumerate(vocabulary))
-        return {**dict(pairs), **{token["content"]: token["id"] for token in read.get("added_tokens", ())}}
+        found = {**dict(pairs), **{token["content"]: token["id"] for token in read.get("added_tokens", ())}}
+        return found if all(isinstance(token, str) for token in found) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

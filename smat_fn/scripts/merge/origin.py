@@ -45,7 +45,7 @@ def base_problems(base: Path, experts: Mapping[str, Path], manifests: Mapping[st
     for path, manifest, opened in _trained(base, experts, manifests):
         with suppress(ValueError):
             kinds = frozenset((name, leaf.dtype) for name, leaf in _part_of(path).leaves.items())
-            asked = manifest[key_of_base(path)], manifest.get("out_dtype"), is_adapter(path), kinds
+            asked = str(manifest[key_of_base(path)]), str(manifest.get("out_dtype")), is_adapter(path), kinds
             if asked not in known:
                 known[asked] = origin_of(path, opened, manifest)
             origin = known[asked]

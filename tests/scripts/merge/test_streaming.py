@@ -559,6 +559,10 @@ def test_experts_of_one_name_or_another_base_are_refused(inputs, runs, copied, t
     own = checkpoint.load_manifest(base) | {"base_fingerprint": "0" * 64}  # merged, of models of another base
     (base / "manifest.json").write_text(json.dumps(own))
     streaming.order(base, {"base": base, "a": experts[0]}, out=tmp_path / "out", seed=0)
+    (base / "manifest.json").unlink()
+    (experts[1] / "manifest.json").write_text(json.dumps(manifest | {"base_fingerprint": ["x"]}))
+    with pytest.raises(ValueError, match="was trained from another base than"):
+        streaming.order(base, experts, out=tmp_path / "out", seed=0)
 
 
 def test_trained_experts_are_merged_on_the_base_that_they_were_trained_from(tmp_path, monkeypatch):
