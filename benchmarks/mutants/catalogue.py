@@ -46,7 +46,7 @@ MUTANTS = [
         ("starts.get(path, 0)", "0"),
         ("type(start) is int and start >= 0", "type(start) is int and start >= -1"),
         ("masked = [", "masked = [True or "),
-        ("draw._replace(scale=torch.ones_like(draw.scale), factors={})", "draw"),
+        ("unit = draw._replace(", "unit = draw; draw._replace("),
     ),
     *_of("simulation/state.py:reweight", ("ops.reweight(raw, part.numbers, part.masked, part.starts)", "raw")),
     *_of(
@@ -730,7 +730,7 @@ MUTANTS = [
     *_of(
         "scripts/commands/merge.py",
         ("out_dtype=args.output.out_dtype", 'out_dtype="same"'),
-        ("chat_template=args.output.chat_template", "chat_template=None"),
+        ("chat_template=TEMPLATES.get(template, args.output.chat_template)", "chat_template=None"),
         ('{"coef": args.merger.coef}', '{"coef": None}'),
     ),
     *_of("scripts/merge/commands.py", ("chunk_of(args.memory_mib << 20)", "chunk_of(72 << 20)")),

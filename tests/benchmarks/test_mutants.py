@@ -129,6 +129,11 @@ def test_the_catalogue_names_each_fault_once_and_changes_something():
     }
 
 
+@pytest.mark.slow
+def test_every_anchor_of_the_catalogue_fits():
+    assert all(mutated(running.ROOT, mutant) for mutant in MUTANTS)
+
+
 def test_the_page_is_that_of_the_stored_results_and_every_survivor_has_a_reason():
     stored = json.loads(running.RESULTS.read_text(encoding="utf-8"))
     assert (running.ROOT / "docs/mutants.md").read_text(encoding="utf-8") == page(stored)
