@@ -2,7 +2,6 @@
 
 import atexit
 import gc
-import logging
 import math
 import os
 import zlib
@@ -12,6 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from _pytest.logging import LogCaptureHandler, caplog_handler_key, catching_logs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 gc.disable()  # until all tests are collected: modules are not garbage
@@ -53,6 +53,16 @@ def _seeded(request):
         torch.cuda.manual_seed_all(seed)
 
 
+@pytest.fixture
+def caplog(request):
+    """pytest's own, without its plugin, which looks through all loggers six times a test."""
+    request.node.stash[caplog_handler_key] = handler = LogCaptureHandler()
+    with catching_logs(handler):
+        captured = pytest.LogCaptureFixture(request.node, _ispytest=True)
+        yield captured
+        captured._finalize()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """Tests of one file go to one worker, and all that share the stand-in of tests/examples, which is made once."""
@@ -70,10 +80,6 @@ def pytest_collection_finish(session):
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
     gc.enable()
-    # pytest adds its handlers six times a test to every logger that does not propagate: torch has fifty of them
-    for logger in logging.root.manager.loggerDict.values():
-        if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
-            logger.propagate = True
 
 
 def pytest_runtest_teardown(item, nextitem):
