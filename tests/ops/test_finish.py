@@ -1,6 +1,7 @@
 """Reweight, norm and clip in one or two launches: the bits of the three separate functions."""
 
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
@@ -38,18 +39,19 @@ def finished(kernels, device):
     return run
 
 
-@WAYS
-@DONATE
-@pytest.mark.parametrize("max_norm", [None, 0.5, pytest.param(1e6, marks=pytest.mark.slow)], ids=str)
-@SIMULATED
-@pytest.mark.parametrize(
-    "dtypes",
-    [
-        *((torch.float32,), (torch.float16, torch.bfloat16, torch.float32)),
-        pytest.param((torch.bfloat16,), marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+DTYPES = (torch.float32,), (torch.float16, torch.bfloat16, torch.float32), (torch.bfloat16,)
+BOUNDS = None, 0.5, 1e6
+# fast: two of the first dtypes, bounds and flags in each combination
+FINISHED = [
+    pytest.param(
+        DTYPES[kind], simulated, BOUNDS[bound], donate, by_kernels,
+        marks=[pytest.mark.slow] * ((kind, bound) != (by_kernels ^ simulated, donate ^ simulated)),
+    )
+    for kind, bound, simulated, donate, by_kernels in product(range(3), range(3), *3 * [(False, True)])
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtypes", "simulated", "max_norm", "donate", "by_kernels"), FINISHED, ids=str)
 def test_the_separate_functions_bit_for_bit(case, finished, dtypes, simulated, max_norm, donate, by_kernels):
     c = case(SHAPES, seed=2)
     c = c._replace(params={p: v.to(dtypes[i % len(dtypes)]) for i, (p, v) in enumerate(c.params.items())})
