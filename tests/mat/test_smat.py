@@ -93,18 +93,24 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+SETTINGS = [
+    (4, in_block, None, "uniform"),
+    (1, in_block, 0.05, "uniform"),
+    (3, None, 0.05, "uniform"),
+    (2, in_block, 0.05, "gaussian"),
+    (2, None, None, "laplace"),
+]
+
+
 @pytest.mark.parametrize(
-    ("period", "where", "max_norm", "noise"),
-    [
-        (4, in_block, None, "uniform"),
-        (1, in_block, 0.05, "uniform"),
-        (3, None, 0.05, "uniform"),
-        (2, in_block, 0.05, "gaussian"),
-        (2, None, None, "laplace"),
+    ("period", "where", "max_norm", "noise", "kind", "donate"),
+    [  # each two of setting, optimizer and donate together, the others are slow
+        pytest.param(*setting, kind, bool(k), marks=[pytest.mark.slow] * ((i + j + k) % 2))
+        for i, setting in enumerate(SETTINGS)
+        for j, kind in enumerate(OPTIMIZERS)
+        for k in range(2)
     ],
 )
-@pytest.mark.parametrize("donate", [False, True])
 def test_update_is_the_paper_bit_for_bit(kind, period, where, max_norm, noise, donate):
     optimizer, make = OPTIMIZERS[kind]
     params, base, data = parameters(0), parameters(10), batches(9)
