@@ -3,6 +3,7 @@
 import copy
 import sys
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -70,17 +71,19 @@ def assert_same(found, expected):
         assert (a.loss.item(), a.grad_norm.item(), a.scale.item()) == (b.loss.item(), b.grad_norm.item(), b.scale.item())  # fmt: skip  # noqa: E501
 
 
-@pytest.mark.parametrize(
-    ("donate", "max_grad_norm"),
-    [
-        *((False, None), (True, 0.5)),
-        *(pytest.param(*both, marks=pytest.mark.slow) for both in ((False, 0.5), (True, None))),
-    ],
-)
-@pytest.mark.parametrize("offload", [None, "cpu", "recompute", "stream"])
-@pytest.mark.parametrize(
-    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16, torch.float64], ids=str
-)
+DTYPES = torch.bfloat16, torch.float64, torch.float32
+MODES = None, "cpu", "recompute", "stream"
+# fast: two dtypes and both values of donate in each mode, with and without a clip
+RUNS = [
+    pytest.param(
+        dtype, mode, donate, bound, id=f"{dtype}-{mode}-{donate}-{bound}",
+        marks=[pytest.mark.slow] * (i != (j + donate) % 2 or donate != (bound is not None)),
+    )
+    for (i, dtype), (j, mode), donate, bound in product(enumerate(DTYPES), enumerate(MODES), (False, True), (None, 0.5))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "offload", "donate", "max_grad_norm"), RUNS)
 def test_every_offload_mode_is_the_literal_step(network, loss, dtype, offload, donate, max_grad_norm):
     module = network.to(dtype)
     base, start = trees(module, dtype)
