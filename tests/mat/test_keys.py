@@ -66,8 +66,16 @@ def trained(method, start, batches, seed=0):
     return state, infos
 
 
-@pytest.mark.parametrize(("name", "hyper"), FEW)
-@pytest.mark.parametrize("engine", ["func", "autograd"])
+@pytest.mark.parametrize(
+    ("name", "hyper", "engine"),
+    [  # each run with one engine in turn, the others are slow
+        pytest.param(
+            *run.values, engine, id=f"{run.id} {engine}", marks=[*run.marks, *[pytest.mark.slow] * ((i + j) % 2)]
+        )
+        for i, run in enumerate(FEW)
+        for j, engine in enumerate(["func", "autograd"])
+    ],
+)
 def test_dropout_is_a_function_of_the_run_key_and_the_step(name, hyper, engine):
     base, start = trees(net())
     build = importlib.import_module(f"smat_fn.mat.{name}").build
