@@ -71,10 +71,13 @@ def test_an_optimizer_keeps_params_and_state(optimizer, dtype, donate):
         chex.assert_trees_all_equal(numbers(start), numbers(params))
 
 
-@pytest.mark.parametrize(("name", "hyper"), RUNS)
 @pytest.mark.parametrize(
-    "optimizer",
-    [pytest.param(name, marks=pytest.mark.slow) if name in ("adam", "chain") else name for name in OPTIMIZERS],
+    ("name", "hyper", "optimizer"),
+    [  # each run with one optimizer in turn, the others are slow
+        pytest.param(*run.values, name, id=f"{run.id} {name}", marks=[pytest.mark.slow] * ((i + j) % 4 > 0))
+        for i, run in enumerate(RUNS)
+        for j, name in enumerate(OPTIMIZERS)
+    ],
 )
 def test_a_method_keeps_its_state(name, hyper, optimizer):
     build = importlib.import_module(f"smat_fn.mat.{name}").build
