@@ -280,9 +280,15 @@ BRACKETS = {
 }
 
 
-@pytest.mark.parametrize("room", [1 << 22, 100])
-@pytest.mark.parametrize("bracket", BRACKETS)
-@pytest.mark.parametrize("name", ["ties", "ties tensor", "breadcrumbs"])
+@pytest.mark.parametrize(
+    ("name", "bracket", "room"),
+    [  # each two of them together, the others are slow
+        pytest.param(name, bracket, room, marks=[pytest.mark.slow] * ((i + j + k) % 2))
+        for i, name in enumerate(["ties", "ties tensor", "breadcrumbs"])
+        for j, bracket in enumerate(BRACKETS)
+        for k, room in enumerate([1 << 22, 100])
+    ],
+)
 def test_a_sample_may_mislead(name, bracket, room, calls, folders, tmp_path, monkeypatch):
     for attribute, value in {"bracket": BRACKETS[bracket], "ROOM": room, "SMALL": 0}.items():
         monkeypatch.setattr(ranks, attribute, value)
