@@ -102,9 +102,10 @@ MORE = {
 PAIRS = "slerp", "arcee_fusion", "nuslerp leaf", "nuslerp first", "nuslerp last"
 COUNTS = {"wise_ft": 1, "nearswap": 1, **dict.fromkeys(PAIRS, 2)}  # experts, where not three
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-# (chunk, workers): whole leaves, and a few coordinates at a time by threads; single ones are slow
+# (chunk, workers): a few coordinates at a time by threads; whole leaves, which the test with dtypes merges, and single
+# coordinates are slow
 CUTS = pytest.mark.parametrize(
-    "cuts", [((1 << 19, 1), (40, 3)), pytest.param(((5, 1),), marks=pytest.mark.slow)], ids=["", "single"]
+    "cuts", [((40, 3),), pytest.param(((1 << 19, 1), (5, 1)), marks=pytest.mark.slow)], ids=["", "whole and single"]
 )
 
 
