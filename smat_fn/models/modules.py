@@ -39,7 +39,7 @@ def blocks(module: Any) -> list[nn.Module]:
 
 
 def cache_name(module: nn.Module) -> str:
-    """What a model calls its cache of keys and values, as an argument and in its output; empty without one."""
+    """Name of a model's cache of keys and values, as an argument and in its output; empty without one."""
     accepted = signature(module.forward).parameters
     return next((name for name in CACHES if name in accepted), "")
 
