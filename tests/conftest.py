@@ -5,7 +5,6 @@ import gc
 import math
 import os
 import zlib
-from itertools import groupby
 
 # one thread a worker: small tensors gain nothing from more, and workers share the cores
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -74,26 +73,6 @@ def pytest_xdist_make_scheduler(config, log):
             return "tests/examples" if nodeid.startswith("tests/examples/") else super()._split_scope(nodeid)
 
     return Files(config, log)
-
-
-def _from_the_end():
-    """Whether this is every second worker: two that collect in one order both compile all files of a fresh clone."""
-    return int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 2 == 1
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(collector):
-    report = yield
-    if _from_the_end() and isinstance(collector, pytest.Directory):
-        report.result.reverse()
-    return report
-
-
-def pytest_collection_modifyitems(items):
-    """The order is the same in all workers again."""
-    if _from_the_end():
-        files = [[*file] for _, file in groupby(items, key=lambda item: item.path)]
-        items[:] = [item for file in reversed(files) for item in file]
 
 
 def pytest_collection_finish(session):
