@@ -601,7 +601,10 @@ def _until(splits, position, n):  # type: ignore[no-untyped-def]
 
 @inlined
 def _finish(merged, n, origin, coef, target, first, change, error, sums):  # type: ignore[no-untyped-def]
-    """`_write` of ``origin + coef * merged``, which is written to merged."""
+    """`_write` of ``origin + coef * merged``, which is written to merged, or of ``coef * merged`` to kind 3."""
+    if target[0, 1] == uint64(3):
+        for j in range(n):
+            origin[j] = float32(-0.0)  # which changes no number that it is added to
     for j in range(n):
         value = merged[j] * coef
         change[j] = value
@@ -616,7 +619,7 @@ def _write(values, n, change, target, first, error, sums):  # type: ignore[no-un
     Args: target: a row as `_load`'s sources; change: from base; error: float32 (TILE,), is written to; sums: float64
         (2, 64), squares of the rounding error and of the change are added.
     """
-    kind = target[0, 1]
+    kind = target[0, 1] % uint64(3)
     size = uint64(4) if kind == uint64(0) else uint64(2)
     largest = _put(kind, uint64(values.ctypes.data), n, uint64(error.ctypes.data), target[0, 0] + size * first)
     if kind != uint64(0):
@@ -1078,7 +1081,7 @@ def _farthest(rows, n, out, low):  # type: ignore[no-untyped-def]
             out[j] = value if value > out[j] else out[j]
             low[j] = value if value < low[j] else low[j]
     for j in range(n):
-        out[j] = out[j] if out[j] >= -low[j] else low[j]
+        out[j] = (out[j] if out[j] >= -low[j] else low[j]) + float32(0)  # no −0
 
 
 @inner

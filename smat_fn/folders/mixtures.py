@@ -28,6 +28,7 @@ from ..merge.around.mixture import (
     router_problems,
 )
 from ..merge.parts.chunks import CHUNK
+from ..merge.parts.windows import Scratch
 from ..merge.weight_average import WeightAverage
 from .inputs.adapters import is_adapter
 from .inputs.opening import open_input
@@ -36,7 +37,7 @@ from .inputs.side_files import CONFIG, TOKENIZER, Files, differences, files_of
 from .inputs.vocabulary import one_head, tokenizer_notes
 from .prepare import SHARD_SIZE, OutDtype, out_dtypes, place_problems
 from .run import Describe, Report, write_job
-from .streaming.chunks import Job, Scratch, target
+from .streaming.chunks import Job, target
 from .writing import layout
 
 

@@ -24,6 +24,7 @@ from ..merge.parts import arithmetic
 from ..merge.parts.arithmetic import zeroed
 from ..merge.parts.masked import Masked, of_all_tasks
 from ..merge.parts.merger import Merger
+from ..merge.parts.windows import in_order
 from ..merge.weight_average import WeightAverage
 from ..tree import dtype_name
 from .files import Hashing, check_unchanged, identity
@@ -31,7 +32,7 @@ from .inputs.diffusion import copied_metadata
 from .inputs.reading import TASKS, Folder, Read, Store, indexed
 from .prepare import SHARD_SIZE, Options, place_problems, prepare
 from .run import Describe, Plan, Report, planned, read_by, write_job
-from .streaming.chunks import Job, compute_dtype, finite, in_order, refuse_values, vectors_of
+from .streaming.chunks import Job, compute_dtype, finite, refuse_values, vectors_of
 from .streaming.estimate import memory_bound, memory_problems
 from .streaming.survey import Survey
 from .writing import Shard, Work, finished_shards, layout_together, shard_file, write_chunk

@@ -14,6 +14,7 @@ from ..errors import check_member, count_problem, flag_problems, problems_of
 from ..merge.parts.coefs import Rules, coefs_of, matches
 from ..merge.parts.inputs import coef_problems, of_two_dtypes
 from ..merge.parts.merger import Merger
+from ..merge.parts.windows import Scratch
 from ..merge.registry import check_options, with_defaults
 from .inputs.config_source import TokenRows, Whose
 from .inputs.diffusion import copied_metadata
@@ -25,7 +26,7 @@ from .inputs.stacks import folders_of
 from .inputs.statistics import with_statistics
 from .inputs.tokens import Tokens
 from .inputs.vocabulary import Vocabulary
-from .streaming.chunks import Job, Scratch, target, unlike, usual_chunk, written
+from .streaming.chunks import Job, target, unlike, usual_chunk, written
 from .writing import Shard, layout
 
 OutDtype: TypeAlias = Literal["same", "float32", "bfloat16", "float16", "float64"]

@@ -17,10 +17,11 @@ from ..checkpoint import write_text
 from ..merge.parts.inputs import check_variances
 from ..merge.parts.masked import of_all_tasks
 from ..merge.parts.merger import Merger, Rule
+from ..merge.parts.windows import in_order
 from .files import Changed, Hashing, check_unchanged, followed, sampled, size_text
 from .inputs.stacks import layers_read
 from .prepare import Options, prepare
-from .streaming.chunks import Job, Written, in_order, rule_of, write_order, written
+from .streaming.chunks import Job, Written, rule_of, write_order, written
 from .streaming.estimate import memory_bound, memory_problems, seconds_of
 from .streaming.survey import Survey
 from .writing import (

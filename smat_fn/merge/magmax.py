@@ -32,7 +32,7 @@ def fuse(piece: Piece) -> Tensor:
     """τ of a chunk."""
     # the largest magnitude belongs to the largest or to the smallest number, whatever the experts' order
     high, low = reduce(torch.maximum, piece.deltas), reduce(torch.minimum, piece.deltas)
-    return torch.where(high >= -low, high, low)
+    return torch.where(high >= -low, high, low).add_(0.0)  # no −0: torch says not which zero is larger
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,25 @@
 """TIES merging: trim small changes, elect a sign for every coordinate, add the changes that agree with it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import ClassVar, TypeAlias
 
 import numpy
 import torch
 from torch import Tensor
 
+from .. import execution
 from ..types import Aggregate, Params, Scope
-from .parts import looped
+from .parts import looped, looped_ranks
 from .parts.arithmetic import add, zeroed
 from .parts.chunks import CHUNK, Piece, compute_dtype, delta_of, pieces
 from .parts.inputs import Experts, Leaves, check, type_problems
-from .parts.merger import Cut, InMemory, Mapped, Rule, Trimming, merged, vector_by_rule, vector_function
+from .parts.merger import Cut, InMemory, Mapped, Rule, Trimming, merged, orders_by_loops, vector_function
 from .parts.per_expert import NONE, Numbers, Own, Sparse, Sparsify, number
 from .parts.ranks import INFINITE, largest, order_of, value_of
+from .parts.windows import Read, in_order
 
 Cuts: TypeAlias = Mapping[str, list[Cut]]  # of every leaf, one an expert
 
@@ -74,6 +77,31 @@ def votes(total: Tensor) -> Tensor:
     return torch.stack([part.sign().sum().long() for part in total.split(1 << 24)]).sum()
 
 
+def _net(leaves: InMemory) -> int:
+    """Σ_k sgn(Σ_i δ̂_ik) over all coordinates k."""
+    bands = {path: bands_of(cuts) for path, cuts in leaves.cuts.items() if leaves.looped(path)}
+    rest = {path: leaf for path, leaf in leaves.base.items() if bands.get(path) is None}
+    net = int(sum(votes(add(trimmed(piece, leaves.cuts))) for piece in pieces(rest, leaves.trees)))
+    tasks = (
+        votes_by_loops(leaves.read(path, leaves.trees), leaves.base[path].numel(), own)
+        for path, own in bands.items()
+        if own is not None
+    )
+    return net + sum(in_order(chain.from_iterable(tasks), leaves.workers))
+
+
+def votes_by_loops(read: Read, size: int, bands: Sequence[looped.Band]) -> Iterator[Callable[[], int]]:
+    """Tasks whose sum is that of `votes` of a leaf's trimmed vectors."""
+    loops = execution.loops()
+    assert loops is not None
+
+    def count(start: int, stop: int) -> int:
+        where, _held = read(start, stop)
+        return looped.votes(loops, where, start, stop - start, bands)
+
+    return (partial(count, start, min(start + read.span, size)) for start in range(0, size, read.span))
+
+
 def _agreeing(deltas: Sequence[Tensor], sign: Tensor, *, mean: bool) -> Tensor:
     """s Σ max(s δ̂_i, 0): the sum, or mean, of the entries whose sign is ``sign``, for finite numbers."""
     total, count = torch.zeros_like(sign), torch.zeros_like(sign)
@@ -89,7 +117,7 @@ def _agreeing(deltas: Sequence[Tensor], sign: Tensor, *, mean: bool) -> Tensor:
 def ties_density(base: Params, experts: Experts, *, keep: float, scope: Scope = "global") -> dict[str, float]:
     """The fraction of coordinates that `ties` keeps of each expert: more than ``keep`` where magnitudes are equal."""
     start, flat = check(base, experts, type_problems(keep=keep) or _problems(keep, scope))
-    cuts = _cuts(start, flat, keep, scope)
+    cuts = _cuts(InMemory(start, flat), keep, scope)
     kept, size = [0] * len(flat), 0
     for piece in pieces(start, flat):
         size += piece.deltas[0].numel()
@@ -102,30 +130,44 @@ def _problems(keep: float, scope: str) -> list[str]:
     return problems + ([] if scope in ("global", "tensor") else [f"scope is {scope!r}, must be 'global' or 'tensor'"])
 
 
-def _cuts(base: Leaves, experts: Mapping[str, Leaves], keep: float, scope: Scope, densities: Numbers = NONE) -> Cuts:
+def _cuts(leaves: InMemory, keep: float, scope: Scope, densities: Numbers = NONE) -> Cuts:
     """One cut for every floating-point leaf and, in their order, every expert."""
-    leaves = {path: leaf for path, leaf in base.items() if leaf.is_floating_point() and leaf.numel()}
-    cuts: dict[str, list[Cut]] = {path: [] for path in leaves}
-    dtypes = {path: compute_dtype(path, base, experts) for path in leaves}
-    for name, expert in experts.items():
-        groups = [[path] for path in leaves] if scope == "tensor" else [list(leaves)]
-        for group in filter(None, groups):
-            magnitudes = _magnitudes({path: leaves[path] for path in group}, expert, dtypes)
-            if scope == "tensor" and magnitudes.isnan().any():  # the exact count has no last coordinate then
-                raise ValueError(
-                    f"parameter {group[0]!r} of expert {name!r} minus base's is NaN in places, which have no order: "
-                    "find them by smat_fn.tree.check_finite, in base too"
-                )
-            share = number(densities, name, group[0], keep)
-            choose, count = _exact if scope == "tensor" else _threshold, int(magnitudes.numel() * share)
-            cut = (
-                choose(magnitudes, count)
-                if share
-                else Cut(value_of(INFINITE[magnitudes.dtype], magnitudes.dtype), None)
-            )
+    paths = [path for path in leaves.coefs if leaves.base[path].numel()]
+    groups = [[path] for path in paths] if scope == "tensor" else [paths] if paths else []
+    cuts: dict[str, list[Cut]] = {path: [] for path in paths}
+    for name in leaves.trees:
+        shares = [number(densities, name, group[0], keep) for group in groups]
+        tasks = (partial(_cut, leaves, name, *each, scope) for each in zip(groups, shares, strict=True))
+        # threads share the coordinates of a single group
+        own = in_order(tasks, leaves.workers if scope == "tensor" else 1)
+        for group, cut in zip(groups, own, strict=True):
             for path in group:
                 cuts[path].append(cut)
     return cuts
+
+
+def _cut(leaves: InMemory, name: str, group: Sequence[str], share: float, scope: Scope) -> Cut:
+    """The cut of some leaves of one expert."""
+    ranked = leaves.ranks(name, group, leaves.workers if scope == "global" else 1) if share else None
+    if ranked is not None:
+        size, count = ranked.size, int(ranked.size * share)
+        if scope == "global":
+            (order,) = orders_by_loops(ranked, [max(size - count, 1)])
+            return Cut(value_of(order.bits, torch.float32), None)
+        (order,) = orders_by_loops(ranked, [size - max(count, 1) + 1])
+        wanted = max(count, 1) - (size - order.below - order.equal)  # of the equal magnitudes
+        last = None if wanted == order.equal else looped_ranks.position(ranked, order.bits, wanted)
+        return Cut(value_of(order.bits, torch.float32), last)
+    dtypes = {path: compute_dtype(path, leaves.base, leaves.trees) for path in group}
+    magnitudes = _magnitudes({path: leaves.base[path] for path in group}, leaves.trees[name], dtypes)
+    if scope == "tensor" and magnitudes.isnan().any():  # the exact count has no last coordinate then
+        raise ValueError(
+            f"parameter {group[0]!r} of expert {name!r} minus base's is NaN in places, which have no order: "
+            "find them by smat_fn.tree.check_finite, in base too"
+        )
+    if not share:
+        return Cut(value_of(INFINITE[magnitudes.dtype], magnitudes.dtype), None)
+    return (_exact if scope == "tensor" else _threshold)(magnitudes, int(magnitudes.numel() * share))
 
 
 def _magnitudes(leaves: Leaves, expert: Leaves, dtypes: Mapping[str, torch.dtype]) -> Tensor:
@@ -237,13 +279,12 @@ class Ties(Sparse):
         """Whether experts are scaled: densities are in the cuts."""
         return self.rescale or any(weight != 1 for weight in self.weights.values())
 
-    def vector(self, base: Leaves, experts: Mapping[str, Leaves], key: Tensor | None = None) -> Leaves:
-        leaves, (keep, scope, densities) = InMemory(base, experts), self.trimming()
-        leaves.cuts = _cuts(base, experts, keep, scope, densities)
+    def prepare(self, leaves: InMemory) -> None:
+        keep, scope, densities = self.trimming()
+        leaves.cuts = _cuts(leaves, keep, scope, densities)
         if scope == "global" and not self.special():
-            net = int(sum(votes(add(trimmed(piece, leaves.cuts))) for piece in pieces(base, experts)))
+            net = _net(leaves)
             leaves.majority = (net > 0) - (net < 0)
-        return vector_by_rule(self.rule(leaves), base, experts)
 
     def sparsify(self, leaves: Mapped) -> Sparsify:
         return lambda part, plain: _trimmed(part.delta, part.start, leaves.cuts[part.path][part.place])

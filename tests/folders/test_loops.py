@@ -33,8 +33,9 @@ from smat_fn.config import (
     WeightedAverage,
 )
 from smat_fn.folders import merge_folders
-from smat_fn.folders.streaming import chunks, ranks, survey
-from smat_fn.merge.parts import looped
+from smat_fn.folders.streaming import chunks, survey
+from smat_fn.merge.parts import looped, merger
+from smat_fn.merge.parts import looped_ranks as ranks
 from smat_fn.merge.parts.looped import sources
 
 SHAPES = {"large": (37, 1031), "rows": (9, 300), "short": (50, 7), "edge": (3, 1024), "vector": (2049,), "one": ()}
@@ -190,7 +191,7 @@ def trees(dtypes, grid):
 @pytest.mark.parametrize(("name", "dtypes"), RUNS)
 def test_equal_bits(name, dtypes, grid, calls, folders, tmp_path, monkeypatch):
     monkeypatch.setattr(ranks, "SMALL", 1 << 12)
-    monkeypatch.setattr(chunks, "STARTED", 0)
+    monkeypatch.setattr(merger, "STARTED", 0)
     base, experts = trees(DTYPES[dtypes], grid)
     if name in FEWER:
         experts = dict(islice(experts.items(), FEWER[name]))
@@ -398,7 +399,7 @@ def test_leaves_that_no_loop_can_read_in_place_are_copied_window_by_window(store
 @pytest.mark.parametrize("case", ["few weights", "many", "started", "not a sum"])
 def test_sums_take_a_loop_where_that_saves_time(case, calls, folders, tmp_path, monkeypatch):
     monkeypatch.setattr(execution, "started", lambda: case == "started")
-    monkeypatch.setattr(chunks, "STARTED", 0 if case == "many" else 1 << 31)
+    monkeypatch.setattr(merger, "STARTED", 0 if case == "many" else 1 << 31)
     base, experts = trees(DTYPES["float32"], 0.25)
     paths = folders.save_family(tmp_path, base, experts)
     config = CONFIGS["ta weights" if case == "not a sum" else "ta"]

@@ -1,54 +1,25 @@
 """Merging of one leaf of mapped folders, chunk by chunk, with the arithmetic of the pure mergers."""
 
 import math
-import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-import numpy
 import torch
 from torch import Tensor
 
 from ... import errors, execution, tree
-from ...merge.parts.chunks import BYTES_PER_COORDINATE, CHUNK, Piece, fields_of, groups, mask_keys, row_length
-from ...merge.parts.looped import KINDS, NORMED, Loop, Window, sources
+from ...merge.parts.chunks import BYTES_PER_COORDINATE, CHUNK, Piece, fields_of, mask_keys
+from ...merge.parts.looped import KINDS, Loop, Window, sources
 from ...merge.parts.merger import Mapped, Merger, Rule
+from ...merge.parts.windows import ROWS, SPAN, InPlace, Scratch, spans, windows
+from ...merge.parts.windows import sums_of as sums_of_windows
 from ..files import Identity
 from ..inputs.reading import Folder, Stored
 
-T = TypeVar("T")
-AHEAD = 2  # tasks per thread that wait in line
-SPAN = 1 << 18  # coordinates of a leaf at a time, at most: more would only leave the processor's cache
-ROWS = 1 << 15  # the same where a loop sorts rows
 ON_DEVICE = 1 << 27  # coordinates of a chunk on a GPU: of fewer the launches take longer than the work
-STARTED = 1 << 31  # weights of all experts whose sum by a loop saves the 0.3 s that numba takes to start
-
-
-class Scratch(threading.local):
-    """Flat tensors by name, of each thread its own: taking new ones costs as much as the arithmetic on them."""
-
-    def __init__(self) -> None:
-        self._held: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
-
-    def take(self, name: str, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """``count`` numbers of any value; they are the ones that this name gave before, of this dtype and device."""
-        key = name, dtype, device
-        held = self._held.get(key)
-        if held is None or len(held) < count:
-            held = self._held[key] = torch.empty(count, dtype=dtype, device=device)
-        return held[:count]
-
-    def cast(self, name: str, values: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """``values.to(device, dtype)``, a copy in the memory of this name where it is one."""
-        if values.dtype == dtype and values.device == device:
-            return values
-        # to the device first: torch casts what it copies there on the CPU, and more bytes would travel
-        return self.take(name, len(values), dtype, device).copy_(values.to(device))
 
 
 class Job(NamedTuple):
@@ -91,11 +62,6 @@ def target(job: Job, path: str) -> torch.dtype:
     """The dtype that a leaf is written in."""
     leaf = written(job).leaves[path]
     return job.dtype if job.dtype is not None and leaf.is_floating_point() else leaf.dtype
-
-
-def spans(leaf: Tensor, limit: int, *, rows: bool = False) -> Iterator[tuple[int, int]]:
-    """Flat ranges of at most ``limit`` coordinates (or one row) that cover a leaf; with ``rows`` no row is cut."""
-    return ((start, stop) for group in groups([leaf], max(1, limit), rows) for _, start, stop in group)
 
 
 def compute_dtype(job: Job, path: str) -> torch.dtype:
@@ -168,10 +134,8 @@ def _in_turn(job: Job, path: str, start: int, origin: Tensor, *, based: bool) ->
 
 def rule_of(job: Job, leaves: Mapped) -> Rule:
     """The merger's rule; sums of few weights without a loop, since starting numba takes more time than it saves."""
-    rule = job.config.rule(leaves)
     weights = sum(leaf.numel() for leaf in job.base.leaves.values()) * len(job.experts)
-    keep = rule.total is None or weights >= STARTED or execution.started()
-    return rule if keep else rule._replace(loop=None)
+    return job.config.rule(leaves).worth(weights)
 
 
 def write_order(job: Job, rule: Rule, path: str) -> Iterator[Callable[[], Written]]:
@@ -196,23 +160,18 @@ def looped(job: Job, path: str) -> bool:
 
 
 class Sources:
-    """Where compiled loops read a leaf of base and of experts: `sources`, and what owns the memory.
-
-    What is stored is not touched by torch, whose every call lets another thread run, and waits for it.
-    """
+    """`Read` of a leaf of base and of experts, which may be stored or formed when it is read."""
 
     def __init__(self, job: Job, path: str, names: Iterable[str]) -> None:
         self._reads = [folder.reads[path] for folder in (job.base, *(job.experts[name] for name in names))]
         self._leaves = [read.mapped() if isinstance(read, Stored) else None for read in self._reads]
         stored = [leaf for leaf in self._leaves if leaf is not None]
-        self._known, steps = sources(stored), [[leaf.itemsize, 0] for leaf in stored]
-        self._steps, self._all = numpy.array(steps, numpy.uint64), len(stored) == len(self._reads)
-        # windows of what is stored take no memory, and each costs as much as 20,000 coordinates
-        self.span = min(4 * job.chunk, 4 * SPAN) if self._all else min(job.chunk, SPAN)
+        self._stored = InPlace(stored) if len(stored) == len(self._reads) else None
+        self.span = min(job.chunk, SPAN) if self._stored is None else min(4 * job.chunk, self._stored.span)
 
     def __call__(self, start: int, stop: int) -> tuple[Any, object]:
-        if self._all:
-            return self._known + self._steps * numpy.uint64(start), self._leaves
+        if self._stored is not None:
+            return self._stored(start, stop)
         parts = [
             read(start, stop) if leaf is None else leaf[start:stop]
             for read, leaf in zip(self._reads, self._leaves, strict=True)
@@ -240,29 +199,15 @@ def _by_loop(job: Job, rule: Rule, path: str, loop: Loop) -> Iterator[Callable[[
 
 
 def _windows(job: Job, path: str, read: Sources) -> Callable[[int, int, Tensor], Window]:
-    """Coordinates [start, stop) of a leaf for a loop, whose merged values are written into the last argument."""
-    loops, coef, room = execution.loops(), job.coefs.get(path, 1.0), partial(job.scratch.take, device=job.device)
-    assert loops is not None
-    drawn = None if job.key is None else mask_keys(job.key, list(job.experts), [path])
-    keys = None if drawn is None else execution.array(drawn.contiguous()).reshape(-1, 2)
-    return lambda start, stop, values: Window(loops, start, stop - start, *read(start, stop), keys, coef, values, room)
+    room = partial(job.scratch.take, device=job.device)
+    return windows(read, job.key, job.experts, path, job.coefs.get(path, 1.0), room)
 
 
 def sums_of(job: Job, path: str, sums: Callable[[Window], Any], *, rows: bool) -> Iterator[Callable[[], Any]] | None:
-    """Tasks that give the sums of a leaf's windows that loops read, such as `looped.ByField.norms`, in order.
-
-    Args: rows: no row is cut. Returns: None where a chunk does not hold rows that begin and end with blocks.
-    """
-    leaf, read = job.base.leaves[path], Sources(job, path, job.experts)
-    window, nothing = _windows(job, path, read), torch.empty(0)
-    step, most = (math.lcm(NORMED, row_length(leaf.shape)), _of_rows(job)) if rows else (NORMED, read.span)
-    if rows and min(step, leaf.numel()) > job.chunk // len(job.experts):
-        return None
-
-    def task(start: int, stop: int) -> Any:
-        return sums(window(start, stop, nothing))
-
-    return (partial(task, *span) for span in spans(leaf, max(most // step, 1) * step, rows=rows))
+    """`windows.sums_of` a leaf."""
+    read = Sources(job, path, job.experts)
+    sizes = job.base.leaves[path], read.span, job.chunk // len(job.experts)
+    return sums_of_windows(_windows(job, path, read), sums, *sizes, rows=rows)
 
 
 def _of_rows(job: Job) -> int:
@@ -376,43 +321,3 @@ def _square(values: Tensor) -> float:
     """Σ v²; in float64, a third as fast, only where float32 cannot hold it."""
     found = float(values.dot(values))
     return found if 1e-30 < found < 1e30 else float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
-
-
-def in_order(tasks: Iterable[Callable[[], T]], workers: int) -> Iterator[T]:
-    """The results of tasks in their order; with one worker each is run when its result is asked for."""
-    if workers == 1:
-        yield from (task() for task in tasks)
-        return
-    with ThreadPoolExecutor(workers) as pool:
-        yield from _taken(pool, tasks, workers)
-
-
-def _taken(pool: ThreadPoolExecutor, tasks: Iterable[Callable[[], T]], workers: int) -> Iterator[T]:
-    waiting: deque[Future[T]] = deque()
-    try:
-        for task in tasks:
-            waiting.append(pool.submit(task))
-            if len(waiting) > AHEAD * workers:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        for future in waiting:
-            future.cancel()
-        wait(waiting)
-
-
-class Threads:
-    """Threads that a survey keeps: new ones for every leaf would each keep memory that they have given back."""
-
-    def __init__(self, workers: int) -> None:
-        self._workers, self._inside = workers, threading.local()
-        self._pool: ThreadPoolExecutor | None = None
-
-    def in_order(self, tasks: Iterable[Callable[[], T]]) -> Iterator[T]:
-        """`chunks.in_order` by these threads; inside of one of them one task after the other."""
-        if self._workers == 1 or hasattr(self._inside, "started"):
-            return (task() for task in tasks)
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._workers, initializer=lambda: setattr(self._inside, "started", True))
-        return _taken(self._pool, tasks, self._workers)

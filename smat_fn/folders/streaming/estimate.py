@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ...checkpoint import STATISTICS
 from ...merge.parts.chunks import BYTES_PER_COORDINATE, row_length
+from ...merge.parts.windows import in_order
 from ..inputs.reading import Folder, reader_of_tensor
-from .chunks import Job, in_order, rule_of, write_order
+from .chunks import Job, rule_of, write_order
 from .survey import Survey
 
 FIXED = 32 << 20  # histograms, headers, allocator

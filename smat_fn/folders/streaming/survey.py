@@ -12,35 +12,29 @@ import numpy
 import torch
 from torch import Tensor
 
-from ... import execution
 from ...checkpoint import STATISTICS
-from ...merge.parts import arithmetic
-from ...merge.parts.arithmetic import add, gram_sum, products, products_of
+from ...merge.parts import arithmetic, looped_ranks
+from ...merge.parts.arithmetic import add, gram_sum, products
 from ...merge.parts.chunks import Piece, delta_of
 from ...merge.parts.looped import Window
-from ...merge.parts.looped import votes as votes_of
 from ...merge.parts.merger import Cut, Value
 from ...merge.parts.per_expert import NONE, Numbers, number
 from ...merge.parts.ranks import INFINITE, Order, Scan, position, select, value_of
-from ...merge.ties import bands_of, trimmed, votes
+from ...merge.parts.windows import Threads, in_order, products_by_loops, spans
+from ...merge.ties import bands_of, trimmed, votes, votes_by_loops
 from .chunks import (
     Job,
     Sources,
-    Threads,
     compute_dtype,
     finite,
-    in_order,
     looped,
     refuse_values,
     span_of,
-    spans,
     sums_of,
     vector_of,
     vectors_of,
     weights_of,
 )
-from .ranks import orders as ranks_by_loops
-from .ranks import position as position_by_loops
 
 LARGE = 1 << 24  # coordinates of a group
 
@@ -92,14 +86,10 @@ class Survey:
         job, dtype = self.job, compute_dtype(self.job, path)
         count = sum(path not in folder.absent for folder in job.experts.values())
         based, cuts = job.config.based, spans(job.base.leaves[path], arithmetic.BLOCK)
-        if (loops := execution.loops()) is not None and looped(job, path):
+        if looped(job, path):
             read = Sources(job, path, job.experts)
-
-            def by_loop(start: int, stop: int) -> Tensor:
-                where, _held = read(start, stop)
-                return products_of(loops, where, stop - start, based=based)
-
-            return gram_sum(self._threads.in_order(partial(by_loop, *span) for span in cuts), count)
+            tasks = products_by_loops(read, self.shape(path).numel(), based=based)
+            return gram_sum(self._threads.in_order(tasks), count)
 
         def block(start: int, stop: int) -> Tensor:
             rows = job.scratch.take("rows", count * (stop - start), dtype, job.device).view(count, -1)
@@ -164,15 +154,11 @@ class Survey:
         job = self.job
 
         def tasks(path: str) -> Iterator[Callable[[], int]]:
-            loops, bands = execution.loops(), bands_of(self.cuts[path]) if looped(job, path) else None
-            if loops is None or bands is None:
+            bands = bands_of(self.cuts[path]) if looped(job, path) else None
+            if bands is None:
                 limit = min(job.chunk // len(job.experts), span_of(job))
                 return (partial(plain, path, *span) for span in spans(job.base.leaves[path], limit))
-            read = Sources(job, path, job.experts)
-            return (
-                partial(lambda start, stop: votes_of(loops, read(start, stop)[0], start, stop - start, bands), *span)
-                for span in spans(job.base.leaves[path], read.span)
-            )
+            return votes_by_loops(Sources(job, path, job.experts), job.base.leaves[path].numel(), bands)
 
         def plain(path: str, start: int, stop: int) -> int:
             piece = Piece(path, start, list(vectors_of(job, path, start, stop, compute_dtype(job, path))), [])
@@ -218,7 +204,7 @@ class Group(NamedTuple):
         Raises: ValueError for values that are not finite.
         """
         if self._looped():
-            found = ranks_by_loops(self.job, self.name, self.paths, ranks, workers)
+            found = looped_ranks.orders(self._ranked(workers), ranks)
         else:
             each = [select(_magnitudes(*self), rank, self.dtype) for rank in ranks]
             found = [order for order, _ in each] if all(finite for _, finite in each) else None
@@ -230,8 +216,14 @@ class Group(NamedTuple):
     def position(self, bits: int, count: int) -> int:
         """The flat position, in all leaves one after the other, of the ``count``-th magnitude of these bits."""
         if self._looped():
-            return position_by_loops(self.job, self.name, self.paths, bits, count)
+            return looped_ranks.position(self._ranked(), bits, count)
         return position(_magnitudes(*self), bits, count)
+
+    def _ranked(self, workers: int = 1) -> looped_ranks.Group:
+        def leaves() -> Iterator[tuple[int, Sources]]:
+            return ((self.job.base.leaves[path].numel(), Sources(self.job, path, (self.name,))) for path in self.paths)
+
+        return looped_ranks.Group(self.size, leaves, workers)
 
     def _looped(self) -> bool:
         return all(looped(self.job, path) for path in self.paths)

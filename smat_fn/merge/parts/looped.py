@@ -16,6 +16,7 @@ from ...execution import array
 from ...ops.cpu import place
 
 KINDS = torch.float32, torch.bfloat16, torch.float16  # that the loops read and write, by their number
+VECTOR = 3  # kind of a target that gets the task vector itself
 NEVER = 1 << 62  # a position that no coordinate has
 INFINITE = 0x7F800000  # bits of infinity, above all others
 ALWAYS = 13  # bits of a position with which 32 bits tell most magnitudes apart
@@ -32,7 +33,7 @@ class Window(NamedTuple):
     read: Any  # `sources` of base, then of the experts
     held: object  # owns their memory
     keys: Any  # uint64 (experts, 2), mask streams of the leaf; None where nothing is random
-    coef: float
+    coef: float | None  # None: the task vector itself is written, float32
     out: Tensor  # what is merged is written here
     room: Callable[[str, int, torch.dtype], Tensor]  # memory of a name, which it gave before: taking new costs time
 
@@ -244,7 +245,10 @@ def _room(_: str, count: int, dtype: torch.dtype) -> Tensor:
 
 
 def _written(window: Window) -> tuple[Any, Any]:
-    return numpy.float32(window.coef), sources([window.out])
+    target = sources([window.out])
+    if window.coef is None:
+        target[0, 1] = VECTOR
+    return numpy.float32(1 if window.coef is None else window.coef), target
 
 
 def _merged(found: tuple[float, float, int, int]) -> Merged:

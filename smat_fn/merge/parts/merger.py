@@ -1,27 +1,43 @@
 """`Merger`, the interface of every merger, its `Rule` for chunks, and what runs a rule on trees in memory."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import partial
 from inspect import Parameter, Signature, getdoc, signature
+from itertools import chain, repeat, starmap
 from sys import modules
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
+import numpy
 import torch
 from torch import Tensor
 
+from ... import execution, tree
 from ...errors import flag_problems, raise_problems
 from ...types import Params, Scope
-from . import arithmetic
-from .arithmetic import gram, gram_memory
+from . import arithmetic, looped_ranks
+from .arithmetic import gram, gram_memory, gram_sum
 from .chunks import CHUNK, Fuse, compute_dtype, delta_of, fields_of, groups, mask_keys, pieces
-from .inputs import Experts, Leaves, check, coef_problems, key_problems, tied_problems, type_problems
-from .looped import Loop, Window
-from .ranks import order_of, position_of, value_of
+from .inputs import (
+    Experts,
+    Leaves,
+    check,
+    check_variances,
+    coef_problems,
+    key_problems,
+    tied_problems,
+    type_problems,
+)
+from .looped import KINDS, Loop, Window
+from .ranks import Order, order_of, position_of, value_of
 from .vectors import applied
+from .windows import ROWS, InPlace, NotFinite, Scratch, in_order, products_by_loops, spans, sums_of, windows
 
 Value = TypeVar("Value")
+STARTED = 1 << 31  # weights of all experts whose sum by a loop saves the 0.3 s that numba takes to start
+WORTH = 1 << 24  # the same in memory, of mergers that do more than add
 COEFS = tuple(i / 10 for i in range(1, 11))  # the paper's grid of coefficients
 WIDE = tuple(i / 5 for i in range(1, 11))  # of mergers whose vector is short: as many candidates, up to 2
 # reasons in `Merger.semantics`
@@ -101,6 +117,11 @@ class Rule(NamedTuple):
     block: Callable[[str], int] | None = None  # coordinates of a leaf in every chunk but the last; 0: any number
     loop: Callable[[str], Loop | None] | None = None  # of a leaf; taken where loops are compiled; bit-identical
 
+    def worth(self, weights: int) -> "Rule":
+        """The rule, a sum of few weights without its loop, since starting numba takes more time than it saves."""
+        keep = self.total is None or weights >= STARTED or execution.started()
+        return self if keep else self._replace(loop=None)
+
     def at_once(self, leaves: Leaves, path: str) -> int:
         """Coordinates that every chunk of a leaf has, but for the last one; 0: any number."""
         if self.whole is not None and self.whole(path):
@@ -132,9 +153,8 @@ class Merger:
         """Errors for options, and for experts that they do not fit, beside those of `check`."""
         return []
 
-    def vector(self, base: Leaves, experts: Mapping[str, Leaves], key: Tensor | None = None) -> Leaves:
-        """The merged task vector of checked leaves in memory: `rule` on chunk after chunk."""
-        return vector_by_rule(self.rule(InMemory(base, experts, key=key)), base, experts, key)
+    def prepare(self, leaves: "InMemory") -> None:
+        """Find what `trimming` asks for, of trees in memory: `Mapped.cuts` and `Mapped.majority`."""
 
     def trimming(self) -> Trimming | None:
         """Density and scope of magnitude thresholds that `rule` needs before the first chunk: `Mapped.cuts`."""
@@ -180,12 +200,16 @@ class InMemory:
         experts: Mapping[str, Leaves],
         statistics: Mapping[str, Leaves] = MappingProxyType({}),
         key: Tensor | None = None,
+        *,
+        by_loops: bool = False,
     ) -> None:
-        self.base, self.trees, self.statistics, self.key = base, experts, statistics, key
+        """Args: by_loops: let compiled loops read what they can; they raise `NotFinite`."""
+        self.base, self.trees, self.statistics, self.key, self.by_loops = base, experts, statistics, key, by_loops
         self.experts: Mapping[str, object] = experts
         self.coefs: Mapping[str, float] = {path: 1.0 for path, leaf in base.items() if leaf.is_floating_point()}
         self.cuts: Mapping[str, list[Cut]] = {}
         self.majority, self.device = 1, next(iter(base.values()), torch.empty(0)).device
+        self.workers, self._scratch = torch.get_num_threads() if by_loops else 1, Scratch()
 
     def shape(self, path: str) -> torch.Size:
         return self.base[path].shape
@@ -193,7 +217,37 @@ class InMemory:
     def statistic(self, name: str, path: str) -> Any:
         return self.statistics[name].get(path)
 
+    def looped(self, path: str) -> bool:
+        """Whether compiled loops read a leaf of base and of all experts."""
+        if not self.by_loops or not self.base[path].numel():
+            return False
+        leaves = [self.base[path], *(own[path] for own in self.trees.values())]
+        return {leaf.dtype for leaf in leaves} <= set(KINDS) and execution.loops_for(*leaves) is not None
+
+    def read(self, path: str, names: Iterable[str]) -> InPlace:
+        """Where compiled loops read a leaf of base and of experts."""
+        leaves = (self.base[path], *(self.trees[name][path] for name in names))
+        flat = [leaf.resolve_neg().reshape(-1).contiguous() for leaf in leaves]
+        # a file may place leaves at odd addresses
+        return InPlace([leaf.clone() if leaf.data_ptr() % leaf.itemsize else leaf for leaf in flat])
+
+    def window(self, path: str, read: InPlace, coef: float | None = None) -> Callable[[int, int, Tensor], Window]:
+        """`windows.windows` of a leaf."""
+        return windows(read, self.key, self.trees, path, coef, partial(self._scratch.take, device=self.device))
+
+    def ranks(self, name: str, paths: Sequence[str], workers: int = 1) -> looped_ranks.Group | None:
+        """Leaves of one expert whose magnitudes are ranked together by loops; None where loops do not read them."""
+        if not all(map(self.looped, paths)):
+            return None
+        size = sum(self.base[path].numel() for path in paths)
+        return looped_ranks.Group(
+            size, lambda: ((self.base[path].numel(), self.read(path, [name])) for path in paths), workers
+        )
+
     def gram(self, path: str) -> list[list[float]]:
+        if self.looped(path):
+            read, size = self.read(path, self.trees), self.base[path].numel()
+            return gram_sum(in_order(products_by_loops(read, size, based=True), self.workers), len(self.trees))
         return gram([leaves[path] for leaves in self.trees.values()], self.base[path])
 
     def blocks(self, path: str) -> Iterator[list[Tensor]]:
@@ -210,18 +264,31 @@ class InMemory:
         return number()
 
     def ranked(self, path: str, ranks: Sequence[Sequence[int]]) -> list[list[tuple[Tensor, int]]]:
-        found, dtype = [], compute_dtype(path, self.base, self.trees)
-        for leaves, wanted in zip(self.trees.values(), ranks, strict=True):
-            magnitudes, own = delta_of(leaves[path], self.base[path], dtype).reshape(-1).abs_(), []
-            for rank in wanted:
-                order = order_of(magnitudes, rank)
-                place = position_of(magnitudes, order.bits, rank - order.below)
-                own.append((value_of(order.bits, dtype), place))
-            found.append(own)
-        return found
+        dtype = compute_dtype(path, self.base, self.trees)
+
+        def one(name: str, wanted: Sequence[int]) -> list[tuple[Tensor, int]]:
+            if not wanted:
+                return []
+            orders: Iterable[Order]
+            if (group := self.ranks(name, [path])) is not None:
+                orders, position = orders_by_loops(group, wanted), partial(looped_ranks.position, group)
+            else:
+                magnitudes = delta_of(self.trees[name][path], self.base[path], dtype).reshape(-1).abs_()
+                orders, position = (order_of(magnitudes, rank) for rank in wanted), partial(position_of, magnitudes)
+            return [
+                (value_of(order.bits, dtype), position(order.bits, rank - order.below))
+                for rank, order in zip(wanted, orders, strict=True)
+            ]
+
+        workers = self.workers if self.looped(path) else 1
+        return list(in_order(map(partial, repeat(one), self.trees, ranks), workers))
 
     def sums(self, path: str, of: Callable[[Window], Any], *, rows: bool) -> Any:
-        return None  # loops of rules are for folders
+        if not self.looped(path):
+            return None
+        read, most = self.read(path, self.trees), CHUNK // len(self.trees)
+        tasks = sums_of(self.window(path, read), of, self.base[path], read.span, most, rows=rows)
+        return None if tasks is None else numpy.concatenate(list(in_order(tasks, self.workers)), -1)
 
     def vector(self, path: str, name: str, *, rows: bool) -> Iterator[tuple[int, Tensor, Tensor | None]]:
         dtype, origin = compute_dtype(path, self.base, self.trees), self.base[path].reshape(-1)
@@ -232,6 +299,13 @@ class InMemory:
             for _, start, stop in group:
                 drawn = None if keys is None else fields_of(keys, [(0, start, stop)], origin.device)[0][0]
                 yield start, delta_of(leaf[start:stop], origin[start:stop], dtype), drawn
+
+
+def orders_by_loops(group: looped_ranks.Group, ranks: Sequence[int]) -> list[Order]:
+    """`looped_ranks.orders`. Raises: NotFinite."""
+    if (found := looped_ranks.orders(group, ranks)) is None:
+        raise NotFinite
+    return found
 
 
 def vector_by_rule(rule: Rule, base: Leaves, experts: Mapping[str, Leaves], key: Tensor | None = None) -> Leaves:
@@ -256,10 +330,53 @@ def vector_by_rule(rule: Rule, base: Leaves, experts: Mapping[str, Leaves], key:
     return vector
 
 
-def merged_vector(
-    config: Merger, base: Params, experts: Experts, key: Tensor | None = None, problems: Sequence[str] = ()
-) -> Leaves:
-    """The merged task vector of a merger with a base: flat, floating-point leaves only, for `apply_vector`.
+def by_loops(rule: Rule, leaves: InMemory, coef: float | None) -> Leaves:
+    """The merged task vector, or with a coefficient the merged weights, of those leaves that compiled loops read.
+
+    Raises: NotFinite.
+    """
+    found: dict[str, Tensor] = {}
+
+    def tasks(path: str, loop: Loop) -> Iterator[Callable[[], bool]]:
+        leaf, read = leaves.base[path], leaves.read(path, leaves.trees)
+        window, dtype = leaves.window(path, read, coef), torch.float32 if coef is None else leaf.dtype
+        found[path] = torch.empty(leaf.shape, dtype=dtype, device=leaf.device)
+        flat = found[path].view(-1)
+
+        def merge(start: int, stop: int) -> bool:
+            done = loop(window(start, stop, flat[start:stop]))
+            return done.finite and done.fits
+
+        most = min(CHUNK // len(leaves.trees), ROWS) if rule.rows else read.span
+        return (partial(merge, *span) for span in spans(leaf, most, rows=rule.rows))
+
+    if rule.loop is not None:
+        paths = filter(leaves.looped, leaves.coefs)
+        every = ((path, loop) for path in paths if (loop := rule.loop(path)) is not None)
+        if not all(in_order(chain.from_iterable(starmap(tasks, every)), leaves.workers)):
+            raise NotFinite
+    return found
+
+
+def merged_leaves(config: Merger, leaves: InMemory, coef: float | None) -> tuple[Leaves, Leaves]:
+    """What `by_loops` gives, and the task vector of all other leaves. Raises: NotFinite."""
+    config.prepare(leaves)
+    base = leaves.base
+    rule = config.rule(leaves).worth(sum(base[path].numel() for path in leaves.coefs) * len(leaves.trees))
+    done = by_loops(rule, leaves, coef) if leaves.by_loops else {}
+    rest = {path: leaf for path, leaf in base.items() if path not in done}
+    return done, vector_by_rule(rule, rest, leaves.trees, leaves.key)
+
+
+def checked_leaves(
+    config: Merger,
+    base: Params,
+    experts: Experts,
+    key: Tensor | None = None,
+    problems: Sequence[str] = (),
+    coef: float | None = None,
+) -> tuple[Leaves, Leaves]:
+    """`merged_leaves` of a merger with a base. Loops are taken for trees as large as `WORTH` outside of transforms.
 
     Raises: ValueError that lists the given problems, the merger's, and all of structure and shapes.
     """
@@ -269,7 +386,11 @@ def merged_vector(
     raise_problems(config.size_problems(start, len(flat)))
     if config.random or config.trimming() is not None:
         raise_problems(tied_problems(start))
-    return config.vector(start, flat, key)
+    weights = sum(leaf.numel() for leaf in start.values() if leaf.is_floating_point()) * len(flat)
+    if weights >= WORTH and not execution.transformed():
+        with suppress(NotFinite):
+            return merged_leaves(config, InMemory(start, flat, key=key, by_loops=True), coef)
+    return merged_leaves(config, InMemory(start, flat, key=key), coef)
 
 
 def option_problems(config: Merger) -> list[str]:
@@ -289,12 +410,18 @@ def merged(
     kind: type[Merger], *, base: Params, experts: Experts, coef: float, key: Tensor | None = None, **options: Any
 ) -> Params:
     """θ₀ + γ τ by a merger with a base and its options: the body of a merger's own function."""
-    vector = merged_vector(kind(**options), base, experts, key, coef_problems(coef))
-    return applied(base, vector, coef=coef)
+    config, problems = kind(**options), coef_problems(coef)
+    done, vector = checked_leaves(config, base, experts, key, problems, None if problems else float(coef))
+    if not done:
+        return applied(base, vector, coef=coef)
+    for path, leaf in done.items():
+        check_variances(path, leaf)
+    rest = {path: leaf for path, leaf in tree.flatten(base).items() if path not in done}
+    return tree.unflatten(base, {**done, **tree.flatten(applied(rest, vector, coef=coef))})
 
 
 def vector_function(kind: type[Merger], **defaults: Any) -> Callable[..., Leaves]:
-    """``<name>_vector`` of a merger with a base: `merged_vector` of its options but ``coef``, which also gets it.
+    """``<name>_vector`` of a merger with a base, by its options but ``coef``; the merger gets it as ``function``.
 
     Args: defaults: of options that otherwise take the preset's value.
     """
@@ -312,7 +439,8 @@ def vector_function(kind: type[Merger], **defaults: Any) -> Callable[..., Leaves
         bound = own_signature.bind(*trees, **options)
         bound.apply_defaults()
         *key, base, experts = (bound.arguments.pop(name) for name in names)
-        return merged_vector(kind(**bound.arguments), base, experts, *key)
+        done, rest = checked_leaves(kind(**bound.arguments), base, experts, *key)
+        return {path: found for path in tree.flatten(base) if (found := done.get(path, rest.get(path))) is not None}
 
     own = kind.__module__.rpartition(".")[2]
     vector.__name__ = vector.__qualname__ = f"{own}_vector"

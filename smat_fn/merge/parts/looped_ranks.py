@@ -6,7 +6,7 @@ If the sample misleads, two passes count all magnitudes: by their upper 16 bits,
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import ModuleType
@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import numpy
 
 from ... import execution
-from ...merge.parts.ranks import Order
-from .chunks import Job, Sources, spans
+from .ranks import Order
+from .windows import Read
 
 T = TypeVar("T")
-Windows: TypeAlias = Iterator[tuple[Any, object, int]]  # `Sources` of base and the expert, how many coordinates
+Windows: TypeAlias = Iterator[tuple[Any, object, int]]  # `Read` of base and the expert, how many coordinates
 
 SMALL = 1 << 15  # coordinates that are sorted rather than counted
 ROOM = 1 << 22  # magnitudes that are collected, at most
@@ -45,21 +45,29 @@ class Counts(NamedTuple):
     hits: Any  # uint32: those inside, or not all of them
 
 
-def orders(job: Job, name: str, group: Sequence[str], ranks: Sequence[int], workers: int) -> list[Order] | None:
-    """The magnitudes of some ranks (from 1) of all task vectors of a group of leaves; None if one is not finite."""
-    size = sum(job.base.leaves[path].numel() for path in group)
+class Group(NamedTuple):
+    """Some leaves of one expert, one after the other, the magnitudes of whose task vector are ranked together."""
+
+    size: int  # coordinates
+    leaves: Callable[[], Iterable[tuple[int, Read]]]  # size and place of each, of base and the expert
+    workers: int = 1  # threads
+
+
+def orders(group: Group, ranks: Sequence[int]) -> list[Order] | None:
+    """The magnitudes of some ranks (from 1) of a group; None if one is not finite."""
+    size = group.size
     if size <= SMALL:
-        ordered = numpy.sort(_magnitudes(job, name, group))
+        ordered = numpy.sort(_magnitudes(group))
         found = [int(ordered[rank - 1]) for rank in ranks]
         ends = [(int(ordered.searchsorted(bits)), int(ordered.searchsorted(bits, "right"))) for bits in found]
         finite = ordered[-1] < _NOT_FINITE
         return [Order(b, low, high - low) for b, (low, high) in zip(found, ends, strict=True)] if finite else None
-    sample = _sample(job, name, group, size)
+    sample = _sample(group, size)
     brackets = [bracket(sample, rank / size) for rank in ranks]
-    if (counted := _counted(job, name, group, brackets, workers)) is None:
+    if (counted := _counted(group, brackets)) is None:
         return None
     likely = [order(*each) for each in zip(counted, brackets, ranks, strict=True)]
-    others = _by_tables(job, name, group, [r for r, found in zip(ranks, likely, strict=True) if not found], workers)
+    others = _by_tables(group, [r for r, found in zip(ranks, likely, strict=True) if not found])
     return [found or next(others) for found in likely]
 
 
@@ -97,10 +105,10 @@ def order(counts: Counts, limits: Bracket, rank: int) -> Order | None:
     return Order(bits, counts.below + counts.at_low + smaller, equal)
 
 
-def position(job: Job, name: str, group: Sequence[str], bits: int, count: int) -> int:
+def position(group: Group, bits: int, count: int) -> int:
     """The flat position, in the leaves one after the other, of the ``count``-th (from 1) magnitude of these bits."""
     start, loops = 0, _loops()
-    for read, _, size in _windows(job, name, group):
+    for read, _, size in _windows(group):
         found, met = loops.nth_equal(read, size, numpy.uint32(bits), count)
         if found >= 0:
             return start + int(found)
@@ -108,20 +116,18 @@ def position(job: Job, name: str, group: Sequence[str], bits: int, count: int) -
     raise AssertionError("fewer equal magnitudes than counted")
 
 
-def _sample(job: Job, name: str, group: Sequence[str], size: int) -> Any:
+def _sample(group: Group, size: int) -> Any:
     """Runs of magnitudes. Their number balances the time to sort them and that to sort what is in a bracket."""
     loops, offset, found = _loops(), 0, 0
     step = int(16 * size ** (1 / 3))
     out = numpy.empty((size // step + 1, loops.RUN), numpy.uint32)
-    for read, _, length in _windows(job, name, group):
+    for read, _, length in _windows(group):
         found += loops.sampled(read, length, offset, step, out[found:])
         offset += length
     return out[:found]
 
 
-def _counted(
-    job: Job, name: str, group: Sequence[str], brackets: Sequence[Bracket], workers: int
-) -> list[Counts] | None:
+def _counted(group: Group, brackets: Sequence[Bracket]) -> list[Counts] | None:
     """None if a magnitude is not finite."""
     loops, limits = _loops(), [(numpy.uint32(low), numpy.uint32(high)) for low, high in brackets]
 
@@ -139,24 +145,24 @@ def _counted(
                 largest = max(largest, int(top))
         return totals, hits, largest
 
-    totals, hits, largest = zip(*_shared(job, name, group, workers, work), strict=True)
+    totals, hits, largest = zip(*_shared(group, work), strict=True)
     if max(largest) >= _NOT_FINITE:
         return None
     every = [numpy.concatenate([part for parts in each for part in parts]) for each in zip(*hits, strict=True)]
     return [Counts._make([*total, found]) for total, found in zip(sum(totals).tolist(), every, strict=True)]
 
 
-def _by_tables(job: Job, name: str, group: Sequence[str], ranks: Sequence[int], workers: int) -> Iterator[Order]:
+def _by_tables(group: Group, ranks: Sequence[int]) -> Iterator[Order]:
     """The same of finite magnitudes: counts by the upper 16 bits, then of those of one bin by the others."""
     if not ranks:
         return
-    high = _table(job, name, group, workers, (2, 1 << 16), _loops().count_high)
+    high = _table(group, (2, 1 << 16), _loops().count_high)
     upto, lows = high.cumsum(), {}
     for rank in ranks:
         top = int(upto.searchsorted(rank))
         left = rank - int(upto[top] - high[top])
         if top not in lows:
-            lows[top] = _table(job, name, group, workers, (1, 1 << 15), partial(_count_from, numpy.uint32(top << 15)))
+            lows[top] = _table(group, (1, 1 << 15), partial(_count_from, numpy.uint32(top << 15)))
         within = lows[top].cumsum()
         bottom = int(within.searchsorted(left))
         equal = int(lows[top][bottom])
@@ -168,9 +174,7 @@ def _count_from(low: Any, read: Any, size: int, table: Any) -> None:
     _loops().count_between(read, size, low, table[0])
 
 
-def _table(
-    job: Job, name: str, group: Sequence[str], workers: int, shape: Any, count: Callable[[Any, int, Any], None]
-) -> Any:
+def _table(group: Group, shape: Any, count: Callable[[Any, int, Any], None]) -> Any:
     """Sum of the workers' counts (int64); each counts into a table of its own that fits its cache."""
 
     def work(windows: Windows) -> Any:
@@ -183,16 +187,16 @@ def _table(
             counted += size
         return total + _folded(table)
 
-    return sum(_shared(job, name, group, workers, work))
+    return sum(_shared(group, work))
 
 
 def _folded(table: Any) -> Any:
     return table.sum(0, dtype=numpy.int64)
 
 
-def _shared(job: Job, name: str, group: Sequence[str], workers: int, work: Callable[[Windows], T]) -> list[T]:
+def _shared(group: Group, work: Callable[[Windows], T]) -> list[T]:
     """The results of workers that share the windows of a group."""
-    windows, lock = _windows(job, name, group), threading.Lock()
+    windows, lock = _windows(group), threading.Lock()
 
     def take() -> Windows:
         while True:
@@ -202,23 +206,23 @@ def _shared(job: Job, name: str, group: Sequence[str], workers: int, work: Calla
                 return
             yield window
 
-    if workers == 1:
+    if group.workers == 1:
         return [work(windows)]
-    with ThreadPoolExecutor(workers) as pool:
-        return [future.result() for future in [pool.submit(work, take()) for _ in range(workers)]]
+    with ThreadPoolExecutor(group.workers) as pool:
+        return [future.result() for future in [pool.submit(work, take()) for _ in range(group.workers)]]
 
 
-def _windows(job: Job, name: str, group: Sequence[str]) -> Windows:
+def _windows(group: Group) -> Windows:
     """Base's and the expert's parts of the leaves."""
-    for path in group:
-        read = Sources(job, path, (name,))
-        for start, stop in spans(job.base.leaves[path], read.span):
+    for size, read in group.leaves():
+        for start in range(0, size, read.span):
+            stop = min(start + read.span, size)
             yield *read(start, stop), stop - start
 
 
-def _magnitudes(job: Job, name: str, group: Sequence[str]) -> Any:
-    out, end = numpy.empty(sum(job.base.leaves[path].numel() for path in group), numpy.uint32), 0
-    for read, _, size in _windows(job, name, group):
+def _magnitudes(group: Group) -> Any:
+    out, end = numpy.empty(group.size, numpy.uint32), 0
+    for read, _, size in _windows(group):
         _loops().magnitudes(read, size, out[end : end + size])
         end += size
     return out

@@ -1,0 +1,229 @@
+"""Merging in memory by compiled loops gives the bits of torch's operations, and is done where it can be."""
+
+import os
+import weakref
+from itertools import islice
+
+import pytest
+import torch
+
+from smat_fn import config as of
+from smat_fn import execution, merge, random
+from smat_fn.merge.parts import looped_ranks, merger, windows
+from smat_fn.merge.ties import votes_by_loops
+
+KEY = random.key(7)
+BY_EXPERT = {
+    "weights": {"x": 0.37, "y": {"large": -1.3, "*": 0.25}},
+    "densities": {"x": 0.21, "y": {"large": 1.0, "rows": 0.0, "*": 0.9}},
+}
+DARE, DELLA = {"coef": 0.3, "drop_prob": 0.3}, {"coef": 0.9, "drop_prob": 0.5, "window": 0.14}
+CRUMBS, TIES = {"coef": 0.3, "drop_smallest": 0.45, "drop_largest": 0.2}, {"coef": 0.7, "keep": 0.3}
+CONFIGS = {  # and the loops that they take
+    "ties": (of.Ties(**TIES, aggregate="sum", scope="global"), "banded votes between"),
+    "ties mean": (of.Ties(coef=1, keep=0.55, aggregate="mean", scope="global"), "banded votes between"),
+    "ties and float64": (of.Ties(**TIES, aggregate="sum", scope="global"), ""),
+    "ties tensor": (of.Ties(**TIES, aggregate="mean", scope="tensor"), "banded between magnitudes nth_equal"),
+    "ties by expert": (of.Ties(**TIES, aggregate="mean", scope="tensor", **BY_EXPERT), "banded"),
+    "ties of none": (of.Ties(**TIES, aggregate="sum", scope="global", densities={"y": 0.0}), "banded votes"),
+    "ties rescale": (of.Ties(**TIES, aggregate="sum", scope="tensor", rescale=True), "banded norms"),
+    "dare": (of.Dare(**DARE), "masked"),
+    "dare rescale": (of.Dare(**DARE, aggregate="mean", rescale=True, **BY_EXPERT), "masked norms"),
+    "dare_ties": (of.DareTies(**DARE), "masked"),
+    "dare_ties mean": (of.DareTies(coef=0.3, drop_prob=0.9, aggregate="mean"), "masked"),
+    "della": (of.Della(**DELLA), "vectors ranked added"),
+    "della by expert": (of.Della(**DELLA, windows={"x": 0.04}, **BY_EXPERT), "ranked added"),
+    "della rescale": (of.Della(**DELLA, elect=False, aggregate="sum", rescale=True), "added absolute_sums"),
+    "breadcrumbs": (of.Breadcrumbs(**CRUMBS), "banded between magnitudes nth_equal"),
+    "breadcrumbs kept": (of.Breadcrumbs(**CRUMBS, count="kept", elect=True, largest={"x": 0.05}), "banded"),
+    "emr": (of.Emr(task="z", coef=0.7), "combined norms_of_task"),
+    "sce": (of.Sce(coef=0.7), "combined gram"),
+    "ram": (of.Ram(coef=0.7, threshold=0.3), "combined"),
+    "ram boost": (of.Ram(threshold=0.3, boost=1.3, cap=3.0), "combined counted"),
+    "ram tensor": (of.Ram(threshold=0.3, boost=1.3, cap=3.0, scope="tensor"), "combined counted"),
+    "consensus": (of.Consensus(coef=0.7, ratio=0.9), "combined"),
+    "tall_mask": (of.TallMask(ratio=0.6, task="y", coef=0.7), "combined"),
+    "magmax": (of.MagMax(coef=0.4), "combined"),
+    "nearswap": (of.NearSwap(t=0.3, coef=0.7), "combined"),
+    "ta": (of.TaskArithmetic(coef=0.7), "banded"),
+    "ta by expert": (of.TaskArithmetic(coef=0.7, weights=BY_EXPERT["weights"], aggregate="mean"), "banded"),
+    "model_stock": (of.ModelStock(clamp=False), "banded gram"),
+    "nuslerp": (of.NuSlerp(t=0.6), "banded"),
+    "multislerp": (of.MultiSlerp(weights=(0.1, 0.2, 0.9)), "banded"),
+}
+FEWER = {"nuslerp": 2, "nearswap": 1}  # experts
+GLOBAL = "ties", "ties mean", "ties of none"
+LOOPS = sorted({loop for _, names in CONFIGS.values() for loop in names.split()})
+F, B, H, D = torch.float32, torch.bfloat16, torch.float16, torch.float64
+LEAVES = {  # shape, and the dtypes of base and experts
+    "large": ((37, 1031), (F, F, F, F)),
+    "rows": ((9, 300), (B, B, B, B)),
+    "short": ((50, 7), (F, B, H, F)),
+    "edge": ((3, 1024), (H, H, H, H)),
+    "vector": ((2049,), (B, F, B, F)),
+    "one": ((), (F, F, F, F)),
+    "double": ((5, 33), (F, F, D, F)),
+    "turned": ((40, 30), (F, F, F, F)),
+    "void": ((0, 4), (F, F, F, F)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _loops(monkeypatch):
+    if os.environ.get("SMAT_FN_NUMBA") == "0":
+        pytest.skip("numba is switched off")
+    monkeypatch.setattr(merger, "WORTH", 0)
+    monkeypatch.setattr(merger, "STARTED", 0)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Names of the loops that are called."""
+    loops, names = execution.loops(), set()
+    for name in LOOPS:
+        loop = getattr(loops, name)
+        monkeypatch.setattr(loops, name, lambda *args, name=name, loop=loop: names.add(name) or loop(*args))
+    return names
+
+
+def trees(name="", grid=0.25):
+    """Base and experts with equal magnitudes, zeros of both signs, and views; one expert changes nothing in a leaf."""
+    generator, found = torch.Generator().manual_seed(1), []
+    for i in range(4):
+        tree = {"steps": torch.tensor([3, 4])}
+        for path, (shape, dtypes) in LEAVES.items():
+            leaf = torch.randn(shape, generator=generator)
+            tree[path] = (leaf if grid is None else (leaf / grid).round() * grid).to(dtypes[i])
+        tree["turned"] = tree["turned"].T if i else tree["turned"].reshape(30, 40)
+        tree["large"] = torch.stack([tree["large"], tree["large"]], -1)[..., i % 2]
+        bytes_of = torch.cat([torch.zeros(1, dtype=torch.uint8), tree["rows"].view(torch.uint8).view(-1)])
+        tree["rows"] = bytes_of[1:].view(torch.uint8).numpy().view("u2").view("i2")
+        tree["rows"] = torch.from_numpy(tree["rows"]).view(B).view(9, 300)  # at an odd address
+        if name in GLOBAL:
+            del tree["double"]  # its magnitudes, and so all, would be ranked in float64
+        found.append(tree)
+    base, *experts = found
+    experts[1]["vector"] = base["vector"].to(B)
+    experts[2]["edge"] = torch._neg_view(base["edge"])
+    return base, dict(islice(zip("xyz", experts, strict=True), FEWER.get(name, 3)))
+
+
+def same(left, right):
+    assert left.keys() == right.keys()
+    for path, leaf in left.items():
+        assert (leaf.dtype, leaf.shape) == (right[path].dtype, right[path].shape), path
+        bits = [value.contiguous().reshape(-1).view(torch.uint8) for value in (leaf, right[path])]
+        assert torch.equal(*bits), path
+
+
+def merged(name, base, experts):
+    """The merged tree, and the merged task vector."""
+    config = CONFIGS[name][0]
+    options = {key: value for key, value in config.settings().items() if key not in ("coef", *config.selects)}
+    own, key = getattr(merge, config.name.replace("-", "_"), None), (KEY,) if config.random else ()
+    return own(*key, base, experts, coef=config.coef, **options), merge.vector_by(config, base, experts, key=KEY)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_equal_bits(name, threads, calls, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(looped_ranks, "SMALL", 1 << 12)
+    monkeypatch.setattr(windows.InPlace, "span", 1 << 13)
+    base, experts = trees(name, 0.25 if threads == 1 else None)
+    with execution.off():
+        expected = merged(name, base, experts)
+    assert not calls
+    for found, wanted in zip(merged(name, base, experts), expected, strict=True):
+        same(found, wanted)
+    assert calls >= set(CONFIGS[name][1].split()) - ({"nth_equal"} if threads == 3 else set())
+
+
+@pytest.mark.parametrize("coef", [1, 0.1, -0.0, torch.tensor(0.3), torch.tensor(0.3, dtype=D)], ids=repr)
+def test_coefficients_are_those_of_torch(coef):
+    base, experts = trees()
+    with execution.off():
+        expected = merge.magmax(base, experts, coef=coef)
+    same(merge.magmax(base, experts, coef=coef), expected)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_is_not_finite_is_merged_by_torch(name, value):
+    base, experts = trees(name)
+    base["large"][3, 5], experts["x"]["large"][3, 5], experts["x"]["short"][1, 1] = -value, value, -7.0
+    results = []
+    for plain in (True, False):
+        with execution.off() if plain else torch.no_grad():
+            try:
+                results.append(merged(name, base, experts))
+            except (ValueError, RuntimeError) as error:  # ranks of NaN
+                results.append(str(error))
+    if isinstance(results[0], str):
+        assert results[0] == results[1]
+    else:
+        for found, wanted in zip(*results, strict=True):
+            same(found, wanted)
+
+
+def test_values_beyond_the_dtype_of_base_are_infinite():
+    base, experts = {"w": torch.ones(9, dtype=H)}, {"x": {"w": torch.full((9,), 6e4, dtype=H)}}
+    assert merge.magmax(base, experts, coef=2)["w"].isposinf().all()
+
+
+def test_variances_below_zero_are_errors():
+    base, experts = {"running_var": torch.ones(9)}, {"x": {"running_var": torch.zeros(9)}}
+    with pytest.raises(ValueError, match="values below 0"):
+        merge.magmax(base, experts, coef=2)
+
+
+def test_nested_trees_and_parameters_that_require_grad(calls):
+    base, experts = trees()
+    nested = {"a": {"b": torch.nn.Parameter(base["large"])}, "c": [base["steps"]]}
+    own = {name: {"a": {"b": e["large"].clone().requires_grad_()}, "c": [e["steps"]]} for name, e in experts.items()}
+    found = merge.magmax(nested, own, coef=0.7)
+    assert calls
+    with execution.off():
+        expected = merge.magmax(base, experts, coef=0.7)
+    assert not found["a"]["b"].requires_grad
+    same({"large": found["a"]["b"], "steps": found["c"][0]}, {path: expected[path] for path in ("large", "steps")})
+
+
+def test_only_large_trees_outside_of_transforms_take_loops(calls, monkeypatch):
+    base, experts = ({"w": torch.randn(50)} for _ in range(2))
+    experts = {"x": experts}
+    monkeypatch.setattr(merger, "WORTH", 50)
+
+    def sizes(name):
+        calls.clear()
+        CONFIGS[name][0].function(base, experts, **({"keep": 0.3} if name == "ties" else {}))
+        return bool(calls)
+
+    assert sizes("ties")
+    assert sizes("ta")
+    monkeypatch.setattr(execution, "started", lambda: False)
+    monkeypatch.setattr(merger, "STARTED", 51)
+    assert not sizes("ta")
+    assert sizes("ties")
+    monkeypatch.setattr(execution, "transformed", lambda: True)
+    assert not sizes("ties")
+    monkeypatch.undo()
+    monkeypatch.setattr(execution, "_imported", lambda: pytest.fail("numba would be imported"))
+    CONFIGS["ties"][0].function(base, experts, keep=0.3)
+
+
+def test_memory_is_held_while_votes_are_counted(monkeypatch):
+    class Held:
+        pass
+
+    class Formed:
+        span = 5
+
+        def __call__(self, start, stop):
+            held = Held()
+            alive.append(weakref.ref(held))
+            return torch.empty(0).numpy(), held
+
+    alive = []
+    monkeypatch.setattr("smat_fn.merge.parts.looped.votes", lambda *_: int(alive[-1]() is not None))
+    assert sum(task() for task in votes_by_loops(Formed(), 12, [])) == 3
