@@ -203,11 +203,14 @@ def test_only_large_trees_outside_of_transforms_take_loops(calls, monkeypatch):
     assert sizes("ta")
     monkeypatch.setattr(execution, "started", lambda: False)
     monkeypatch.setattr(merger, "STARTED", 51)
-    assert not sizes("ta")
+    assert not sizes("ties")
+    monkeypatch.setattr(merger, "WORTH", 12)  # numba is started for four times as many
     assert sizes("ties")
+    assert not sizes("ta")
     monkeypatch.setattr(execution, "transformed", lambda: True)
     assert not sizes("ties")
     monkeypatch.undo()
+    monkeypatch.setattr(execution, "started", lambda: False)
     monkeypatch.setattr(execution, "_imported", lambda: pytest.fail("numba would be imported"))
     CONFIGS["ties"][0].function(base, experts, keep=0.3)
 

@@ -37,7 +37,7 @@ from .windows import ROWS, InPlace, NotFinite, Scratch, in_order, products_by_lo
 
 Value = TypeVar("Value")
 STARTED = 1 << 31  # weights of all experts whose sum by a loop saves the 0.3 s that numba takes to start
-WORTH = 1 << 24  # the same in memory, of mergers that do more than add
+WORTH = 1 << 24  # weights in memory that take loops; four times as many where numba would be started
 COEFS = tuple(i / 10 for i in range(1, 11))  # the paper's grid of coefficients
 WIDE = tuple(i / 5 for i in range(1, 11))  # of mergers whose vector is short: as many candidates, up to 2
 # reasons in `Merger.semantics`
@@ -359,7 +359,7 @@ def by_loops(rule: Rule, leaves: InMemory, coef: float | None) -> Leaves:
 
 
 def merged_leaves(config: Merger, leaves: InMemory, coef: float | None) -> tuple[Leaves, Leaves]:
-    """What `by_loops` gives, and the task vector of all other leaves. Raises: NotFinite."""
+    """The leaves of `by_loops`, and the task vector of all others. Raises: NotFinite."""
     config.prepare(leaves)
     base = leaves.base
     rule = config.rule(leaves).worth(sum(base[path].numel() for path in leaves.coefs) * len(leaves.trees))
@@ -387,7 +387,7 @@ def checked_leaves(
     if config.random or config.trimming() is not None:
         raise_problems(tied_problems(start))
     weights = sum(leaf.numel() for leaf in start.values() if leaf.is_floating_point()) * len(flat)
-    if weights >= WORTH and not execution.transformed():
+    if weights >= WORTH * (1 if execution.started() else 4) and not execution.transformed():
         with suppress(NotFinite):
             return merged_leaves(config, InMemory(start, flat, key=key, by_loops=True), coef)
     return merged_leaves(config, InMemory(start, flat, key=key), coef)

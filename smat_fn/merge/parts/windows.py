@@ -108,14 +108,14 @@ def sums_of(
     window: Callable[[int, int, Tensor], Window],
     sums: Callable[[Window], Any],
     leaf: Tensor,
-    span: int,
+    size: int,
     most: int,
     *,
     rows: bool,
 ) -> Iterator[Callable[[], Any]] | None:
     """Tasks that give the sums of a leaf's windows that loops read, such as `looped.ByField.norms`, in order.
 
-    Args: span: coordinates at a time; most: the same of rows; rows: no row is cut.
+    Args: size: coordinates at a time; most: the same of rows; rows: no row is cut.
     Returns: None where ``most`` does not hold rows that begin and end with blocks.
     """
     step = math.lcm(NORMED, row_length(leaf.shape)) if rows else NORMED
@@ -126,7 +126,7 @@ def sums_of(
     def task(start: int, stop: int) -> Any:
         return sums(window(start, stop, nothing))
 
-    limit = max((min(most, ROWS) if rows else span) // step, 1) * step
+    limit = max((min(most, ROWS) if rows else size) // step, 1) * step
     return (partial(task, *cut) for cut in spans(leaf, limit, rows=rows))
 
 
