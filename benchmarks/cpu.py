@@ -1,12 +1,14 @@
-"""One CPU thread: the operations against torch's own random numbers and a copy; both gradient engines."""
+"""One CPU thread: the operations against torch's own random numbers and a copy; engines; merges in memory."""
 
 import gc
 import multiprocessing
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
+from smat_fn import execution, merge, random
 from smat_fn.scripts.train.memory import process_peak, reset_process_peak
 from smat_fn.types import Engine
 
@@ -19,6 +21,15 @@ SIZES = (10**6, 10**7)
 ENGINES: tuple[Engine, ...] = ("autograd", "func")
 MODEL = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8, "vocab_size": 8192}
 TOKENS = 8, 128
+EXPERTS, MERGED = 4, (2048, 2048)
+MERGERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "task_arithmetic": (merge.task_arithmetic, {}),
+    "ties": (merge.ties, {"keep": 0.2}),
+    "ties, threshold per tensor": (merge.ties, {"keep": 0.2, "scope": "tensor"}),
+    "dare": (partial(merge.dare, random.key(0)), {"drop_prob": 0.5}),
+    "della": (partial(merge.della, random.key(0)), {"drop_prob": 0.5, "window": 0.2}),
+    "breadcrumbs": (merge.breadcrumbs, {"drop_smallest": 0.85, "drop_largest": 0.01}),
+}
 
 
 def main(*, dry_run: bool = False) -> None:
@@ -27,10 +38,10 @@ def main(*, dry_run: bool = False) -> None:
     Args: dry_run: tiny sizes, no result file.
     """
     torch.set_num_threads(1)
-    rows, engines = operations(dry_run), gradients(dry_run)
-    print(timing.markdown(rows), timing.markdown(engines), sep="\n\n")
+    rows, engines, merged = operations(dry_run), gradients(dry_run), merges(dry_run)
+    print(*map(timing.markdown, (rows, engines, merged)), sep="\n\n")
     if not dry_run:
-        facts = {"threads": 1, "rows": rows, "model": MODEL, "engines": engines}
+        facts = {"threads": 1, "rows": rows, "model": MODEL, "engines": engines, "merges": merged}
         timing.store(timing.RESULTS / "cpu.json", {**timing.describe(COMMAND), **facts})
 
 
@@ -53,6 +64,36 @@ def operations(dry_run: bool) -> list[dict[str, Any]]:
                     row["torch.rand / time"] = timing.ratios(times[f"{name}, torch.rand"], times[name])
                 rows.append(row)
     return rows
+
+
+def merges(dry_run: bool) -> list[dict[str, Any]]:
+    """CPU nanoseconds per coordinate and expert of merges in memory, with loops and by torch alone."""
+    rows = []
+    for dtype in (torch.float32, torch.bfloat16):
+        base, *experts = ({"w": torch.randn((64, 64) if dry_run else MERGED).to(dtype)} for _ in range(EXPERTS + 1))
+        copy = copy_of((EXPERTS + 1) * base["w"].nbytes, torch.device("cpu"))
+        for name, (merger, options) in MERGERS.items():
+            run = partial(merger, base, experts, coef=0.5, **options)
+            times = timing.interleaved(
+                {"loops": run, "torch": partial(_by_torch, run), "copy": copy},
+                rounds=2 if dry_run else 5,
+                clock=timing.cpu_time,
+            )
+            rows.append(
+                {
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "merger": name,
+                    "ns per coordinate and expert": timing.quartiles(times["loops"], 1e9 / base["w"].numel() / EXPERTS),
+                    "torch / time": timing.ratios(times["torch"], times["loops"]),
+                    "time / copy": timing.ratios(times["loops"], times["copy"]),
+                }
+            )
+    return rows
+
+
+def _by_torch(run: Callable[[], Any]) -> Any:
+    with execution.off():
+        return run()
 
 
 def gradients(dry_run: bool) -> list[dict[str, Any]]:
