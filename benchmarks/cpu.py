@@ -41,8 +41,9 @@ def main(*, dry_run: bool = False) -> None:
     rows, engines, merged = operations(dry_run), gradients(dry_run), merges(dry_run)
     print(*map(timing.markdown, (rows, engines, merged)), sep="\n\n")
     if not dry_run:
-        facts = {"threads": 1, "rows": rows, "model": MODEL, "engines": engines, "merges": merged}
-        timing.store(timing.RESULTS / "cpu.json", {**timing.describe(COMMAND), **facts})
+        facts = {**timing.describe(COMMAND), "threads": 1}
+        timing.store(timing.RESULTS / "cpu.json", {**facts, "rows": rows, "model": MODEL, "engines": engines})
+        timing.store(timing.RESULTS / "cpu_merges.json", {**facts, "merges": merged})
 
 
 def operations(dry_run: bool) -> list[dict[str, Any]]:
