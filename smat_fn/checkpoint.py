@@ -7,7 +7,7 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -455,10 +455,10 @@ def follow(path: Path) -> Path:
 
     Raises: ValueError for a circle of links.
     """
-    try:
-        return path.resolve() if path.is_symlink() else path
-    except (OSError, RuntimeError):
-        raise ValueError(f"{path} is a symbolic link that leads back to itself: remove it") from None
+    with suppress(OSError, RuntimeError):  # Python before 3.13 raises for a circle of links
+        if not (found := path.resolve() if path.is_symlink() else path).is_symlink():
+            return found
+    raise ValueError(f"{path} is a symbolic link that leads back to itself: remove it")
 
 
 def _strangers(path: Path) -> list[str]:
