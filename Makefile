@@ -4,7 +4,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo report test test-all test-matrix mutants dist docs notebooks lint format clean
+.PHONY: demo report test test-all test-oldest test-newest mutants dist docs notebooks lint format clean
 
 demo: $(VENV)/.demo
 	$(PY) train.py ft --out demo/ft --overwrite
@@ -18,7 +18,7 @@ report: $(VENV)/.run
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks digits-report digits-study --jobs 2
 
 # without a GPU, on which models would be loaded by default: tests compare bits of the CPU
-test test-all test-matrix: export CUDA_VISIBLE_DEVICES =
+test test-all test-oldest test-newest: export CUDA_VISIBLE_DEVICES =
 # images often switch bytecode off: each worker would compile all tests anew at every run
 test test-all: export PYTHONDONTWRITEBYTECODE =
 
@@ -28,12 +28,13 @@ test: $(VENV)/.dev
 test-all: $(VENV)/.dev $(VENV)/.docs
 	$(PY) -m pytest -n 2 --dist worksteal
 
-# the oldest torch and transformers allowed, with the triton they bring; several gigabytes, so only on demand
-test-matrix:
-	$(PYTHON) -m venv $(VENV)-matrix
-	$(VENV)-matrix/bin/python -m pip install --quiet --disable-pip-version-check \
-		'torch==2.12.*' 'transformers==5.21.1' -e '.[test]'
-	$(VENV)-matrix/bin/python -m pytest -m "not slow"
+# the oldest torch and transformers allowed, or the newest that pip finds; several gigabytes, so only on demand
+test-oldest: VERSIONS = 'torch==2.12.*' 'transformers==5.21.1'
+test-newest: VERSIONS = --upgrade torch transformers
+test-oldest test-newest:
+	$(PYTHON) -m venv $(VENV)-$(@:test-%=%)
+	$(VENV)-$(@:test-%=%)/bin/python -m pip install --quiet --disable-pip-version-check $(VERSIONS) -e '.[test]'
+	$(VENV)-$(@:test-%=%)/bin/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 # sdist and wheel, the wheel installed alone into an empty environment, and its commands run there
 dist: $(VENV)/.dev
@@ -66,7 +67,7 @@ format: $(VENV)/.dev
 	$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VENV)-matrix $(VENV)-dist demo digits-study site dist build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest $(VENV)-dist demo digits-study site dist build *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
