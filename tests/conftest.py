@@ -31,6 +31,10 @@ SHAPES = {  # every kind of shape that a merger must accept
     "empty": (0, 4),
     "void": (3, 0),
 }
+TOGETHER = (  # tests of one worker: the first share a stand-in, the second compile the same loops
+    ("tests/examples/",),
+    ("tests/folders/test_bits", "tests/folders/test_loops", "tests/merge/test_loops"),
+)
 ALLOWED_SKIPS = ("no GPU", "no Chromium", "no ../shared", "mergekit is not installed", "TRL is not installed", "slow")
 
 
@@ -65,12 +69,12 @@ def caplog(request):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Tests of one file go to one worker, and all that share the stand-in of tests/examples, which is made once."""
+    """Tests of one file go to one worker, and so do those of files that `TOGETHER` names in one line."""
     from xdist.scheduler import LoadFileScheduling
 
     class Files(LoadFileScheduling):
         def _split_scope(self, nodeid):
-            return "tests/examples" if nodeid.startswith("tests/examples/") else super()._split_scope(nodeid)
+            return next((own[0] for own in TOGETHER if nodeid.startswith(own)), super()._split_scope(nodeid))
 
     return Files(config, log)
 
