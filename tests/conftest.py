@@ -67,6 +67,22 @@ def caplog(request):
         captured._finalize()
 
 
+@pytest.fixture
+def loops_called(monkeypatch):
+    """``loops_called(names)``: a set, to which each of these compiled loops adds its name when it is called."""
+
+    def watch(watched):
+        from smat_fn import execution
+
+        loops, names = execution.loops(), set()
+        for name in watched:
+            loop = getattr(loops, name)
+            monkeypatch.setattr(loops, name, lambda *args, name=name, loop=loop: names.add(name) or loop(*args))
+        return names
+
+    return watch
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """Tests of one file go to one worker, and so do those of files that `TOGETHER` names in one line."""

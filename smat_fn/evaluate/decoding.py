@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .. import random
 from ..errors import raise_problems
 from ..grad import ModuleLoss
-from ..models.modules import cache_name, filled
+from ..models.modules import CACHES, cache_name, filled
 from ..models.prompts import Prompts
 from ..models.top import CLOSE
 from .engine import Decoding, Generate, root_key
@@ -211,7 +211,8 @@ def _answering(module: Any, rows: Sequence[Sequence[int]], device: torch.device)
     ids, mask = _padded(rows, device)
     encoded = module.get_encoder()(input_ids=ids, attention_mask=mask)
     start = torch.full((len(rows),), module.config.decoder_start_token_id, device=device)
-    name, cache = cache_name(module), None
+    # a wrapper may hand on all its options; transformers takes the second name until 5.40
+    name, cache = cache_name(module) or CACHES[1], None
 
     def step(token: Tensor | None) -> Tensor:
         nonlocal cache

@@ -231,6 +231,14 @@ def test_greedy_answers_are_those_of_generate(model, tokenizer):
     assert "".join(got)
 
 
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+def test_a_forward_function_that_hands_its_options_on_decodes_too(tokenizer):
+    bundle = seq2seq(module := make_module(seed=0), tokenizer)
+    expected, forward = answers(bundle, bundle.params, SOURCES, Decoding(6)), module.forward
+    module.forward = lambda **options: forward(**options)
+    assert answers(bundle, bundle.params, SOURCES, Decoding(6)) == expected
+
+
 def test_samples_depend_on_seed_repeat_and_row_alone(model):
     module, bundle = model
     settings = Decoding(8, 0.8, 3)

@@ -126,18 +126,21 @@ def template_of(root: Path) -> str | None:
         return (root / TEMPLATE).read_text(encoding="utf-8")
     found = _read(root / "tokenizer_config.json").get("chat_template")
     if isinstance(found, list):
-        found = {str(entry.get("name")): entry.get("template") for entry in found if isinstance(entry, dict)}.get(
-            "default"
-        )
+        found = _by_name(found).get("default")
     return found if isinstance(found, str) else None
+
+
+def _by_name(templates: object) -> dict[str, Any]:
+    """The templates of a list in tokenizer_config.json."""
+    entries = templates if isinstance(templates, list) else []
+    return {str(entry.get("name")): entry.get("template") for entry in entries if isinstance(entry, dict)}
 
 
 def named_templates(root: Path) -> dict[str, str]:
     """The chat templates of a checkpoint beside the default one, by name."""
-    listed = _read(root / "tokenizer_config.json").get("chat_template")
-    entries = [entry for entry in (listed if isinstance(listed, list) else ()) if isinstance(entry, dict)]
+    listed = _by_name(_read(root / "tokenizer_config.json").get("chat_template"))
     files = sorted((root / MORE_TEMPLATES).glob("*.jinja"))
-    found = {str(entry.get("name")): str(entry.get("template")) for entry in entries}
+    found = {name: str(text) for name, text in listed.items()}
     found |= {file.stem: file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file()}
     return {name: text for name, text in found.items() if name != "default"}
 

@@ -27,7 +27,7 @@ def extract(args: ExtractLora) -> Extracted | None:
     """
     settings = {name: getattr(args, name) for name in SETTINGS}
     stack = {"stack": placed_by_name(args.expert) if stack_parts(args.expert) else None}
-    inputs = lambda: (str(args.base), files_read(args.base, args.expert))  # noqa: E731
+    inputs = partial(_inputs, args)
     if not args.overwrite and is_finished(args.out, "extracted", settings | stack, inputs, args.threads):
         return None
     texts = partial(_texts, args.threads, stack)
@@ -40,6 +40,10 @@ def extract(args: ExtractLora) -> Extracted | None:
         raise ValueError(
             f"{args.expert} has the names of train.py, not those of {args.base}: {way} ({error})"
         ) from error
+
+
+def _inputs(args: ExtractLora) -> tuple[str, dict[str, list[Path]]]:
+    return str(args.base), files_read(args.base, args.expert)
 
 
 def _texts(
