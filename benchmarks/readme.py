@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
 DATA, MEANS = "digits_data_mergers", ("Avg", "All", "Drop")
 EIGHT = "WA", "TA", "TIES", "DARE", "DELLA", "TSV_MERGE", "ISO_C", "WUDI"  # of the means of one pass against two
+OTHER_WORK = "Training times are of a machine that did other work too."
 RIVALS = "TA", "TSV_MERGE"  # without data: the simplest, and the best
 Scores: TypeAlias = dict[str, dict[str, list[float]]]  # by method and column, of every seed
 
@@ -82,9 +83,15 @@ def digits_onepass(result: dict[str, Any]) -> str:
         "Nine or more candidates of every method were compared on dev of two other seeds, in grids that widen where "
         "the best one is at an edge, by a [protocol](protocols/digits_onepass.md) fixed before the runs. Seeds "
         "split the same images anew, so intervals are optimistic; they are not corrected for their number. "
-        f"{since(result)}{by_merger(result['test'])} FT takes twice the steps of the others with Adam: its dev scores "
+        f"{since(result, OTHER_WORK)}{by_merger(result['test'])} FT takes twice the steps of the others with Adam: its dev scores "
         "chose that.\n"
     )
+
+
+def whole_vit(result: dict[str, Any]) -> str:
+    """One backward pass a step against two, on all weights of a ViT."""
+    together = "While they trained, 18 processes shared the GPU."
+    return pretrained("vit", "eight image tasks", result, least="Three", protocol="backbones", times=together)
 
 
 def vit_blocks(result: dict[str, Any]) -> str:
@@ -102,24 +109,28 @@ def smollm2_text(result: dict[str, Any]) -> str:
     return pretrained("smollm2_text", "four tasks", result, least="Three")
 
 
-def pretrained(name: str, tasks: str, result: dict[str, Any], least: str = "Five") -> str:
+def pretrained(
+    name: str,
+    tasks: str,
+    result: dict[str, Any],
+    least: str = "Five",
+    protocol: str | None = None,
+    times: str = OTHER_WORK,
+) -> str:
     """One backward pass a step against two, on a pretrained backbone."""
     return (
         f"{one_pass(f'{name}_onepass', result)}\n"
         f"Test score, mean over {tasks} and {seeds(result)} ± standard deviation; differences are paired by seed. "
         f"{least} or more candidates of every method were compared on dev of another seed, by a "
-        f"[protocol](protocols/{name}.md) fixed before the runs. Model and tasks are the same for all seeds, so "
+        f"[protocol](protocols/{protocol or name}.md) fixed before the runs. Model and tasks are the same for all seeds, so "
         "intervals do not cover their choice; they are not corrected for their number. "
-        f"{since(result)}{by_merger(result['test'])}\n"
+        f"{since(result, times)}{by_merger(result['test'])}\n"
     )
 
 
-def since(result: dict[str, Any]) -> str:
+def since(result: dict[str, Any], times: str) -> str:
     """Where the numbers of a table of one pass against two are from."""
-    return (
-        "Training times are of a machine that did other work too. "
-        f"From `{result['command']}` at commit {result['commit'][:7]} on {result['hardware']}.\n\n"
-    )
+    return f"{times} From `{result['command']}` at commit {result['commit'][:7]} on {result['hardware']}.\n\n"
 
 
 def one_pass(name: str, result: dict[str, Any]) -> str:
@@ -368,7 +379,19 @@ def merge_gpu(result: dict[str, Any]) -> str:
         f"{table(head, rows)}\n"
         f"{result['experts']} experts of {result['MB of a model']} MB, {result['threads']} threads, chunks of "
         f"{result['chunk']:,} coordinates; mergekit on the GPU too. Weights that differ from those merged on the CPU: "
-        f"{other}. From `{result['command']}` at commit {result['commit'][:7]} on {result['hardware']}.\n"
+        f"{other}. From `{result['command']}` at commit {result['commit'][:7]} on {result['hardware']}.{_again(result)}\n"
+    )
+
+
+def _again(result: dict[str, Any]) -> str:
+    """Sentences on rows of another run with other chunks."""
+    found: dict[tuple[int, str], list[str]] = {}
+    for row in result["rows"]:
+        if "chunk" in row:
+            found.setdefault((row["chunk"], row["commit"][:7]), []).append(row["merger"])
+    return "".join(
+        f" The numbers of {' and '.join(names)} are from a later run, at commit {commit}, with chunks of {chunk:,}."
+        for (chunk, commit), names in found.items()
     )
 
 
@@ -429,7 +452,8 @@ def results(digits: dict[str, Any]) -> str:
 
     Methods of the study on digits alone are on the page of studies.
     """
-    vit, texts, words = (stored(f"{name}_onepass") for name in ("vit_blocks", "text", "smollm2_text"))
+    names = "vit", "vit_blocks", "text", "smollm2_text"
+    vit, blocks, texts, words = (stored(f"{name}_onepass") for name in names)
     lines = [
         (
             label,
@@ -439,23 +463,26 @@ def results(digits: dict[str, Any]) -> str:
             interval(digits, label),
             spread(scores["TSV_MERGE"]),
             interval(vit, label),
+            interval(blocks, label),
             interval(texts, label),
             interval(words, label),
         )
         for label, scores in digits["test"].items()
         if label in texts["test"]
     ]
-    others = "ViT: minus FT", "Text: minus FT", "Language: minus FT"
+    others = "ViT: minus FT", "Blocks: minus FT", "Text: minus FT", "Language: minus FT"
     head = "Method", "Passes", "Experts", "Merged", "Merged minus FT (95 %)", "By TSV-M", *others
     return (
         f"{table(head, lines)}\n"
         f"Test scores, means over tasks and eight mergers, {seeds(digits)} on digits (a tiny ViT, four tasks), with "
         "backward passes a step. "
-        f"ViT: the same on ViT-S/14 (two blocks trained, six image tasks, {seeds(vit)}). "
+        f"ViT: the same on ViT-S/14 (eight image tasks, five mergers, {seeds(vit)}). "
+        f"Blocks: on two blocks of it (six of the tasks, {seeds(blocks)}). "
         f"Text: on all-MiniLM-L6-v2 (three layers trained, five tasks, {seeds(texts)}). "
         f"Language: on SmolLM2-135M (four layers trained, four tasks, five mergers, {seeds(words)}). "
         "Every method was tuned alike; from "
-        f"`{digits['command']}` and `{vit['command']}` (or `text`, `smollm2_text`) on {digits['hardware']}.\n"
+        f"`{digits['command']}` and `{blocks['command']}` (or `text`, `smollm2_text`) on {digits['hardware']}, and "
+        f"`--name vit` on {vit['hardware'].split(', ')[1].split(' (')[0]}.\n"
     )
 
 
@@ -540,6 +567,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "merge_sentence": ("README.md", merge_sentence),
     "digits_onepass": ("docs/studies.md", digits_onepass),
     "text": ("docs/studies.md", text),
+    "vit": ("docs/studies.md", whole_vit),
     "vit_blocks": ("docs/studies.md", vit_blocks),
     "smollm2_text": ("docs/studies.md", smollm2_text),
     "digits_methods": ("docs/studies.md", digits_methods),
@@ -557,6 +585,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
 SOURCES = {
     "results": "digits_onepass",
     "merge_sentence": "merge",
+    "vit": "vit_onepass",
     "vit_blocks": "vit_blocks_onepass",
     "text": "text_onepass",
     "smollm2_text": "smollm2_text_onepass",

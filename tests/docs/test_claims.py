@@ -150,6 +150,29 @@ def test_what_the_readme_says_of_one_pass_is_in_the_results():
     assert steps["FT"]["training"]["steps"] == 2 * steps["SMAT"]["training"]["steps"]
 
 
+def test_what_the_pages_say_of_the_whole_vit_is_in_the_results():
+    result = readme.stored("vit_onepass")
+    test, gain = result["test"], {label: found["mean"] for label, found in result["paired"].items()}
+    assert all(found["interval"][0] < 0 < found["interval"][1] for found in result["paired"].values())
+    assert f"SMAT is {-gain['SMAT']:.1f} below it, ASAM with two passes {gain['ASAM']:.1f} above." in README
+    studies = " ".join(STUDIES.split())
+    named = {"SMAT": "SMAT", "climbing": "SMAT climbing", "MSAM": "MSAM"}
+    each = ", ".join(f"{word} {gain[label]:+.2f}" for word, label in named.items())
+    half = gain["ASAM, half the steps"]
+    assert f"from FT; {each}, ASAM {gain['ASAM']:+.2f} at two passes, {half:+.2f} at as many |" in STUDIES
+    assert max(result["paired"]["SMAT"]["differences"]) < 0
+    under = {label: readme.paired(test["ASAM"]["All"], test[label]["All"])["interval"][1] for label in named.values()}
+    assert {label: high < 0 for label, high in under.items()} == {"SMAT": False, "SMAT climbing": True, "MSAM": True}
+    experts, drops = ({label: fmean(test[label][x]) for label in ("SMAT", "FT")} for x in ("Expert", "Drop"))
+    assert f"as FT's** ({experts['SMAT']:.2f} and {experts['FT']:.2f})" in studies
+    assert f"by merging, {drops['SMAT']:.1f} points against {drops['FT']:.1f}." in studies
+    first, second, third = result["paired"]["ASAM, half the steps"]["differences"]
+    assert f"models are {-first:.1f} below FT's. The other two seeds are {second:.1f} and {third:.1f} above" in studies
+    runs = (readme.RESULTS / "vit_onepass_runs.jsonl").read_text(encoding="utf-8").splitlines()
+    assert {json.loads(line)["coefs"]["ta"] for line in runs} == {0.1, 0.2}
+    assert max(test["ASAM"]["All"]) == max(max(own["All"]) for own in test.values())
+
+
 def test_the_differences_of_mergers_from_task_arithmetic_are_in_the_results():
     test = json.loads((readme.RESULTS / "digits_onepass.json").read_text(encoding="utf-8"))["test"]
 
