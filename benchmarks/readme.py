@@ -83,8 +83,8 @@ def digits_onepass(result: dict[str, Any]) -> str:
         "Nine or more candidates of every method were compared on dev of two other seeds, in grids that widen where "
         "the best one is at an edge, by a [protocol](protocols/digits_onepass.md) fixed before the runs. Seeds "
         "split the same images anew, so intervals are optimistic; they are not corrected for their number. "
-        f"{since(result, OTHER_WORK)}{by_merger(result['test'])} FT takes twice the steps of the others with Adam: its dev scores "
-        "chose that.\n"
+        f"{since(result, OTHER_WORK)}{by_merger(result['test'])} FT takes twice the steps of the others with Adam: its "
+        "dev scores chose that.\n"
     )
 
 
@@ -122,8 +122,8 @@ def pretrained(
         f"{one_pass(f'{name}_onepass', result)}\n"
         f"Test score, mean over {tasks} and {seeds(result)} ± standard deviation; differences are paired by seed. "
         f"{least} or more candidates of every method were compared on dev of another seed, by a "
-        f"[protocol](protocols/{protocol or name}.md) fixed before the runs. Model and tasks are the same for all seeds, so "
-        "intervals do not cover their choice; they are not corrected for their number. "
+        f"[protocol](protocols/{protocol or name}.md) fixed before the runs. Model and tasks are the same for all "
+        "seeds, so intervals do not cover their choice; they are not corrected for their number. "
         f"{since(result, times)}{by_merger(result['test'])}\n"
     )
 
@@ -379,7 +379,8 @@ def merge_gpu(result: dict[str, Any]) -> str:
         f"{table(head, rows)}\n"
         f"{result['experts']} experts of {result['MB of a model']} MB, {result['threads']} threads, chunks of "
         f"{result['chunk']:,} coordinates; mergekit on the GPU too. Weights that differ from those merged on the CPU: "
-        f"{other}. From `{result['command']}` at commit {result['commit'][:7]} on {result['hardware']}.{_again(result)}\n"
+        f"{other}. From `{result['command']}` at commit {result['commit'][:7]} on {result['hardware']}."
+        f"{_again(result)}\n"
     )
 
 
