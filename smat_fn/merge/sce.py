@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..types import Params
 from .parts import looped
-from .parts.arithmetic import BLOCK, add, divided, elected, gram_memory, largest, squares
+from .parts.arithmetic import add, divided, elected, gram_memory, largest, squares, step_on
 from .parts.chunks import Fuse
 from .parts.inputs import Experts
 from .parts.merger import Mapped, Merger, Rule, merged, vector_function
@@ -90,8 +90,8 @@ def _variance(deltas: Sequence[Tensor]) -> Tensor:
 
 
 def _blocks(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same coordinates of flat vectors, as many as stay in a core's cache through all operations."""
-    return zip(*(vector.split(BLOCK) for vector in vectors), strict=True)
+    """The same coordinates of flat vectors, on the CPU as many as stay in a core's cache through all operations."""
+    return zip(*(vector.split(step_on(vector.device)) for vector in vectors), strict=True)
 
 
 @dataclass(frozen=True)

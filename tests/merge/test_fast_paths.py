@@ -9,8 +9,8 @@ from torch.nn.functional import pad
 
 from smat_fn import execution, merge, random
 from smat_fn.merge.della import ascending
-from smat_fn.merge.parts import ranks
-from smat_fn.merge.parts.arithmetic import Norm, agreeing, elected, halved, products, zeroed
+from smat_fn.merge.parts import arithmetic, ranks
+from smat_fn.merge.parts.arithmetic import Norm, agreeing, elected, gram, halved, products, squares, zeroed
 from smat_fn.merge.parts.chunks import fields_of, mask_keys
 
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 3e38, float("inf"), -float("inf"), float("nan")]
@@ -138,6 +138,17 @@ def test_a_norm_depends_on_no_cut(dtype):
     assert Norm().value() == 0
 
 
+@pytest.mark.parametrize("size", [(1 << 18) + 1, 5 << 17, 3 << 18])
+def test_inner_products_of_several_blocks_at_once_are_those_of_each(size, monkeypatch):
+    rows = torch.randn(3, size) * torch.tensor([[1e-20], [1.0], [-3.0]])
+    rows[0, -5:] = 0
+    each = torch.cat([products(block) for block in rows.split(arithmetic.BLOCK, 1)])
+    assert torch.equal(products(rows), each)
+    one_by_one = gram(list(rows)), squares(rows.split(arithmetic.BLOCK, 1))
+    monkeypatch.setattr(arithmetic, "step_on", lambda device: 2 * arithmetic.BLOCK)  # as on a GPU
+    assert (gram(list(rows)), squares(rows.split(2 * arithmetic.BLOCK, 1))) == one_by_one
+
+
 @pytest.mark.parametrize("size", [1, 7, 1000, 4096, 10_001, 1 << 18])
 def test_inner_products_of_a_block_by_loops_are_those_of_torch(size):
     rows = torch.randn(4, size) * torch.tensor([[1e-20], [1.0], [1e15], [-3.0]])
@@ -147,5 +158,5 @@ def test_inner_products_of_a_block_by_loops_are_those_of_torch(size):
     scale = rows.double().square().sum(1).sqrt()
     exact = rows.double() @ rows.double().T
     torch.testing.assert_close(
-        expected / (scale[:, None] * scale), exact / (scale[:, None] * scale), rtol=0, atol=1e-12
+        expected[0] / (scale[:, None] * scale), exact / (scale[:, None] * scale), rtol=0, atol=1e-12
     )

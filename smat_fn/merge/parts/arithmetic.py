@@ -1,7 +1,8 @@
 """Arithmetic of mergers on task vectors: sums in a fixed order, signs, and inner products."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +18,7 @@ from .looped import NORMED, sources
 PART = 4096  # coordinates whose products are added by halves: part of the definition of `gram`
 PARTS = 64  # of those sums, the same
 BLOCK = PARTS * PART
+AWAY = 16  # blocks in one pass on other devices than the CPU, where a launch takes longer than a block
 
 
 def add(tensors: Iterable[Tensor], *, into_first: bool = False) -> Tensor:
@@ -84,42 +86,48 @@ def gram(leaves: Sequence[Tensor], start: Tensor | None = None) -> list[list[flo
         rows = torch.stack([leaf[begin:end].to(first.device, dtype) for leaf in flat])
         return rows if origin is None else rows.sub_(origin[begin:end].to(first.device, dtype))
 
-    return gram_of(block, len(flat), first.numel())
+    size, step = first.numel(), step_on(first.device)
+    return gram_sum((products(block(begin, min(begin + step, size))) for begin in range(0, size, step)), len(flat))
 
 
-def gram_of(block: Callable[[int, int], Tensor], count: int, size: int) -> list[list[float]]:
-    """`gram` of ``count`` flat tensors of ``size`` coordinates; ``block(begin, end)`` gives theirs as rows."""
-    blocks = (products(block(begin, min(begin + BLOCK, size))) for begin in range(0, size, BLOCK))
-    return gram_sum(blocks, count)
+def step_on(device: torch.device) -> int:
+    """Coordinates that inner products read in one pass: whole blocks."""
+    return BLOCK if device.type == "cpu" else AWAY * BLOCK
 
 
 def gram_sum(blocks: Iterable[Tensor], count: int) -> list[list[float]]:
     """`gram` of ``count`` tensors by the `products` of their blocks."""
     total = torch.zeros(count, count, dtype=torch.float64, device="cpu")
-    for block in blocks:
+    for block in chain.from_iterable(blocks):
         total = total.to(block.device).add_(block)  # once: the host waits for a leaf, not for its blocks
     return total.tolist()
 
 
 def squares(blocks: Iterable[Sequence[Tensor]]) -> list[float]:
-    """The diagonal of `gram`: squared norms of flat tensors of one size, given `BLOCK` coordinates at a time."""
-    sums = (torch.stack([products(row[None])[0, 0] for row in rows]) for rows in blocks)
-    return add(sums, into_first=True).tolist()
+    """The diagonal of `gram`: squared norms of flat tensors of one size, given in whole blocks."""
+    sums = (torch.stack([products(row[None])[:, 0, 0] for row in rows], 1) for rows in blocks)
+    return add(chain.from_iterable(sums)).tolist()
 
 
 def products(rows: Tensor) -> Tensor:
-    """All inner products of the rows of a block, float64 (n, n)."""
-    if (loops := loops_for(rows)) is not None and rows.dtype == torch.float32 and rows.numel():
+    """All inner products of n rows of coordinates, block by block: float64 (blocks, n, n)."""
+    size = rows.shape[1]
+    if (loops := loops_for(rows)) is not None and rows.dtype == torch.float32 and rows.numel() and size <= BLOCK:
         rows = rows.contiguous()
-        return products_of(loops, sources([rows[0], *rows]), rows.shape[1], based=False)
-    wide = pad(rows, (0, -rows.shape[1] % PART)).double()
-    return torch.stack([halved(halved((wide * row).view(-1, PART)).view(len(rows), -1)) for row in wide])
+        return products_of(loops, sources([rows[0], *rows]), size, based=False)
+    wide = pad(rows, (0, -size % (BLOCK if size > BLOCK else PART))).double()
+    parts = min(wide.shape[1] // PART, PARTS)
+
+    def sums(row: Tensor) -> Tensor:
+        return halved(halved((wide * row).view(-1, PART)).view(-1, parts)).view(len(rows), -1)
+
+    return torch.stack([sums(row) for row in wide]).movedim(-1, 0)
 
 
 def products_of(loops: ModuleType, read: Any, size: int, *, based: bool) -> Tensor:
-    """`products` by a loop. Args: read: `sources`, base first; based: of the differences from base, else ignore it."""
-    found = numpy.empty((len(read) - 1, len(read) - 1))
-    loops.gram(read, size, based, found)
+    """`products` of a block by a loop. Args: read: `sources`, base first; based: of differences from it, or without."""
+    found = numpy.empty((1, len(read) - 1, len(read) - 1))
+    loops.gram(read, size, based, found[0])
     return torch.from_numpy(found)
 
 
