@@ -63,6 +63,11 @@ class Gain(NamedTuple):
         """Study and method, which have an intercept of their own."""
         return f"{self.run.study} {self.run.label}"
 
+    @property
+    def parent(self) -> str:
+        """The study, whose tuning is a part of it."""
+        return self.run.study.split()[0]
+
 
 class Fit(NamedTuple):
     """``gain = intercept of study and method + slope x`` by least squares, with an interval robust to clusters."""
@@ -233,7 +238,7 @@ def gains(found: Sequence[Run]) -> list[Gain]:
         elif run.steps:
             values |= {"apart": math.log2(run.lr / ft.lr), "steps": math.log2(run.steps / ft.steps)}
         for name, value in (ft.geometry or {}).items():
-            values[name] = value
+            values[name] = 100 * value if name == "cosine" else value
         result.append(Gain(run, run.score - ft.score, values))
     return result
 
@@ -256,10 +261,15 @@ QUESTIONS = {
     "apart": ("the method's learning rate above FT's", "a doubling"),
     "steps": ("the method's steps above FT's", "a doubling"),
     "expert": ("the experts' own gain before merging", "a point of the experts'"),
-    "cosine": ("cosine of FT's task vectors", "1"),
+    "cosine": ("cosine of FT's task vectors", "0.01"),
     "norm": ("norm of FT's task vectors", "1"),
 }
-WIDE = {"drop"}  # covariates that differ between studies too: one intercept a method, not one for each study
+# covariate -> what has an intercept of its own, where this is not the method in its study
+GROUPS: Mapping[str, Callable[[Gain], str]] = {
+    "drop": lambda row: row.run.label,  # it differs between studies too
+    "inside": lambda row: f"{row.group} {row.run.seed}",  # FT's noise is in its gain, and in the drops of other seeds
+}
+SHARED = "drop", "inside"  # they hardly differ between seeds, so the seeds of a study are one cluster
 
 
 def analyse(found: Sequence[Run]) -> dict[str, Any]:
@@ -275,7 +285,6 @@ def analyse(found: Sequence[Run]) -> dict[str, Any]:
         "gains": rows,
         "fits": fits,
         "missing": missing,
-        "by one study": {name: rest for name, own in fits.items() if own.settled and (rest := by_one(rows, name))},
         "mergers": by_merger(rows),
         "rates": by_rate(found),
     }
@@ -284,26 +293,21 @@ def analyse(found: Sequence[Run]) -> dict[str, Any]:
 def fit_of(rows: Sequence[Gain], name: str) -> Fit:
     """`fit` of the rows that have a covariate. Raises: ValueError as it."""
     own = [row for row in rows if name in row.values]
-    return fit(own, name, (lambda row: row.run.label) if name in WIDE else (lambda row: row.group), *QUESTIONS[name])
+    cluster: Callable[[Gain], str] = (lambda row: row.parent) if name in SHARED else (lambda row: row.cluster)
+    return fit(own, name, GROUPS.get(name, lambda row: row.group), cluster, *QUESTIONS[name])
 
 
-def by_one(rows: Sequence[Gain], name: str) -> dict[str, Fit]:
-    """The fits without one study in which a significant slope is significant no more, by the study left out."""
-    found = {}
-    for study in sorted({row.run.study.split()[0] for row in rows if name in row.values}):
-        try:
-            rest = fit_of([row for row in rows if row.run.study.split()[0] != study], name)
-        except ValueError:  # no other study has it
-            continue
-        if not rest.settled:
-            found[study] = rest
-    return found
-
-
-def fit(rows: Sequence[Gain], name: str, group: Callable[[Gain], str], question: str = "", unit: str = "") -> Fit:
+def fit(
+    rows: Sequence[Gain],
+    name: str,
+    group: Callable[[Gain], str],
+    cluster: Callable[[Gain], str] = lambda row: row.cluster,
+    question: str = "",
+    unit: str = "",
+) -> Fit:
     r"""Least squares inside groups: ``gain_ij = a_i + b x_ij + u_ij``.
 
-    ``b = sum x~ y~ / sum x~^2`` of deviations from group means; its variance is the sandwich over clusters c (seeds),
+    ``b = sum x~ y~ / sum x~^2`` of deviations from group means; its variance is the sandwich over clusters c,
     ``c G/(G-1) (n-1)/(n-p) sum_c (sum_{ij in c} x~ u)^2 / (sum x~^2)^2``, the interval that of Student's t with G - 1
     degrees of freedom.
 
@@ -319,11 +323,11 @@ def fit(rows: Sequence[Gain], name: str, group: Callable[[Gain], str], question:
     if not rows:
         raise ValueError("one value for each method, so it cannot be separated from the method")
     x, y = np.array([row.values[name] for row in rows]), np.array([row.gain for row in rows])
-    names, clusters = [group(row) for row in rows], [row.cluster for row in rows]
+    names, clusters = [group(row) for row in rows], [cluster(row) for row in rows]
     x, y = _centred(x, names), _centred(y, names)
     count, groups, squares, total = len(set(clusters)), len(set(names)), float(x @ x), float(y @ y)
     if count < 3 or len(rows) <= groups + 1:
-        raise ValueError(f"stored for {count} seeds alone")
+        raise ValueError(f"stored for {count} {'studies' if name in SHARED else 'seeds'} alone")
     from scipy.stats import t
 
     slope = float(x @ y) / squares
@@ -388,13 +392,9 @@ def by_rate(found: Sequence[Run]) -> list[dict[str, Any]]:
 def as_json(found: Mapping[str, Any]) -> dict[str, Any]:
     """The stored part: without the single gains, which the other results hold."""
     fits = {name: own._asdict() for name, own in found["fits"].items()}
-    alone = {
-        name: {study: own._asdict() for study, own in fits.items()} for name, fits in found["by one study"].items()
-    }
     return {
         "compared": len(found["gains"]),
         "fits": fits,
-        "by one study": alone,
         **{name: found[name] for name in ("missing", "mergers", "rates")},
     }
 
@@ -411,7 +411,8 @@ def shown(found: Mapping[str, Any]) -> str:
         )
         for own in fits.values()
     ]
-    head = "Gain over FT against", "Slope (95 % interval)", "for", "Rows", "Seeds", "Residual sd", "Explained", "Range"
+    numbers = "Rows", "Clusters", "Residual sd", "Explained", "Residuals"
+    head = "Gain over FT against", "Slope (95 % interval)", "for", *numbers
     absent = "; ".join(f"{QUESTIONS[name][0]} ({why})" for name, why in found["missing"].items())
     mergers = [
         (
@@ -434,18 +435,13 @@ def shown(found: Mapping[str, Any]) -> str:
         if settled
         else "No slope differs significantly from 0."
     )
-    alone = "; ".join(
-        f"{fits[name].question} without {study}: {_slope(own)}"
-        for name, found_by in found["by one study"].items()
-        for study, own in found_by.items()
-    )
     return "\n".join(
         [
             table(head, slopes),
             f"{len(found['gains'])} comparisons with FT at the same seed. {told} One intercept for each method of each "
-            "study (for the first line: each method). Rows of one seed are one cluster of the interval; * marks "
-            f"fewer than {FEW}, where such intervals are too narrow.",
-            *([f"\nSignificant by one study alone: {alone}."] if alone else []),
+            "study (first line: each method; second line: each method and seed). Rows of one seed are one cluster of "
+            "the interval, in the first two lines rows of one study: what FT loses hardly differs between its seeds. "
+            f"* marks fewer than {FEW} clusters, where such intervals are too narrow.",
             *([f"\nUnavailable in the stored runs: {absent}."] if absent else []),
             "\nMean gain of all methods by merger (interval over seeds):\n",
             table(("Study", "Merger", "FT loses", "Gain", "Seeds"), mergers),
