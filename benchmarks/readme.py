@@ -7,28 +7,32 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, TypeAlias
 
-from smat_fn.checkpoint import write_text
-from smat_fn.evaluate.statistics import paired
+from smat_fn.checkpoint import write_bytes, write_text
+from smat_fn.evaluate.statistics import estimate, paired, settled_together
 
 from . import options
+from .by_seed import by_seed
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
 DATA, MEANS = "digits_data_mergers", ("Avg", "All", "Drop")
 EIGHT = "WA", "TA", "TIES", "DARE", "DELLA", "TSV_MERGE", "ISO_C", "WUDI"  # of the means of one pass against two
+FIGURE = ROOT / "docs/results/studies.png"
+ONE_PASS = {"digits": "Digits", "vit": "ViT", "vit_blocks": "Blocks", "text": "Text", "smollm2_text": "Language"}
 OTHER_WORK = "Training times are of a machine that did other work too."
 RIVALS = "TA", "TSV_MERGE"  # without data: the simplest, and the best
 Scores: TypeAlias = dict[str, dict[str, list[float]]]  # by method and column, of every seed
 
 
 def main() -> None:
-    """Write every table of options, and every one whose results stand."""
+    """Write every table of options, every one whose results stand, and the figure of the studies."""
     for name, (page, own) in options.PAGES.items():
         fill(ROOT / page, name, options.table(own))
     for name, (page, text) in TABLES.items():
         file = RESULTS / f"{SOURCES.get(name, name)}.json"
         if file.exists():
             fill(ROOT / page, name.replace("_", "-"), text(stored(file.stem)))
+    write_bytes(FIGURE, by_seed({title: stored(f"{name}_onepass") for name, title in ONE_PASS.items()}))
 
 
 def stored(name: str) -> dict[str, Any]:
@@ -56,7 +60,7 @@ def digits_methods(result: dict[str, Any]) -> str:
         f"Test score, mean over four tasks and {seeds(result)} ± standard deviation. Learning rate and "
         "hyperparameter of each method were chosen among six candidates on dev of three other seeds, by a "
         "[protocol](protocols/digits_methods.md) fixed before the runs. Seeds re-split the same images, so "
-        f"intervals are optimistic. {beside('digits_methods', result)} "
+        f"intervals are optimistic. {corrected(result)} {beside('digits_methods', result)} "
         f"From `make report` at commit {result['commit'][:7]} on {result['hardware']}: "
         "[the whole report](results/digits_methods/report.md).\n"
     )
@@ -69,7 +73,7 @@ def minilm_methods(result: dict[str, Any]) -> str:
         f"Test score, mean over five tasks and {seeds(result)} ± standard deviation. Learning rate and "
         "hyperparameter of each method were chosen among four candidates on dev of another seed, by a "
         "[protocol](protocols/minilm.md) fixed before the runs. Model, tasks and rows are the same for all seeds, "
-        f"so intervals do not cover their choice. {beside('minilm_methods', result)} "
+        f"so intervals do not cover their choice. {corrected(result)} {beside('minilm_methods', result)} "
         f"From `{result['command']}` at commit {result['commit'][:7]} on "
         f"{result['hardware']}: [the whole report](results/minilm_methods/report.md).\n"
     )
@@ -80,9 +84,10 @@ def digits_onepass(result: dict[str, Any]) -> str:
     return (
         f"{one_pass('digits_onepass', result)}\n"
         f"Test score, mean over four tasks and {seeds(result)} ± standard deviation; differences are paired by seed. "
-        "Nine or more candidates of every method were compared on dev of two other seeds, in grids that widen where "
-        "the best one is at an edge, by a [protocol](protocols/digits_onepass.md) fixed before the runs. Seeds "
-        "split the same images anew, so intervals are optimistic; they are not corrected for their number. "
+        f"{corrected(result)} {candidates('digits_onepass')} of each method were compared on dev of two other seeds, "
+        "in grids that widen where the best one is at an edge, by a [protocol](protocols/digits_onepass.md) fixed "
+        "before the runs. A seed splits the same images anew, pretrains its own base, and decides the order of batches "
+        "and the draws; intervals are optimistic, since seeds share the images. "
         f"{since(result, OTHER_WORK)}{by_merger(result['test'])} FT takes twice the steps of the others with Adam: its "
         "dev scores chose that.\n"
     )
@@ -90,8 +95,8 @@ def digits_onepass(result: dict[str, Any]) -> str:
 
 def whole_vit(result: dict[str, Any]) -> str:
     """One backward pass a step against two, on all weights of a ViT."""
-    together = "While they trained, 18 processes shared the GPU."
-    return pretrained("vit", "eight image tasks", result, least="Three", protocol="backbones", times=together)
+    together = f"While they trained, 18 processes shared the GPU, with torch {result['versions']['torch']}."
+    return pretrained("vit", "eight image tasks", result, protocol="backbones", times=together)
 
 
 def vit_blocks(result: dict[str, Any]) -> str:
@@ -106,14 +111,14 @@ def text(result: dict[str, Any]) -> str:
 
 def smollm2_text(result: dict[str, Any]) -> str:
     """One backward pass a step against two, on a language model."""
-    return pretrained("smollm2_text", "four tasks", result, least="Three")
+    return pretrained("smollm2_text", "four tasks", result, decides="the order of batches and the draws")
 
 
 def pretrained(
     name: str,
     tasks: str,
     result: dict[str, Any],
-    least: str = "Five",
+    decides: str = "the training rows of the heads, the order of batches and the draws",
     protocol: str | None = None,
     times: str = OTHER_WORK,
 ) -> str:
@@ -121,11 +126,25 @@ def pretrained(
     return (
         f"{one_pass(f'{name}_onepass', result)}\n"
         f"Test score, mean over {tasks} and {seeds(result)} ± standard deviation; differences are paired by seed. "
-        f"{least} or more candidates of every method were compared on dev of another seed, by a "
-        f"[protocol](protocols/{protocol or name}.md) fixed before the runs. Model and tasks are the same for all "
-        "seeds, so intervals do not cover their choice; they are not corrected for their number. "
+        f"{corrected(result)} {candidates(f'{name}_onepass')} of each method were compared on dev of another seed, by "
+        f"a [protocol](protocols/{protocol or name}.md) fixed before the runs. A seed decides {decides}; model, tasks "
+        "and test rows are the same for all, so intervals do not cover their choice. "
         f"{since(result, times)}{by_merger(result['test'])}\n"
     )
+
+
+def corrected(result: dict[str, Any]) -> str:
+    """The differences from FT that stay significant when corrected for their number, in a sentence."""
+    own = {label: estimate(found["differences"]) for label, found in result["paired"].items()}
+    names = settled_together(own)
+    kept = f"these are significant: {'; '.join(names)}" if names else "none is significant"
+    return f"Intervals are single ones; with Holm's correction for the {len(own)} differences from FT {kept}."
+
+
+def candidates(name: str) -> str:
+    """How many candidates of a method were tuned: the fewest and the most."""
+    numbers = {len(own) for own in stored(f"{name}_tuning")["dev"].values()}
+    return f"{' to '.join(str(n) for n in sorted({min(numbers), max(numbers)}))} candidates"
 
 
 def since(result: dict[str, Any], times: str) -> str:
@@ -476,12 +495,13 @@ def results(digits: dict[str, Any]) -> str:
     return (
         f"{table(head, lines)}\n"
         f"Test scores, means over tasks and eight mergers, {seeds(digits)} on digits (a tiny ViT, four tasks), with "
-        "backward passes a step. "
+        "backward passes a step; in brackets single 95 % t intervals over seeds, which cover neither other data nor "
+        "the number of comparisons. "
         f"ViT: the same on ViT-S/14 (eight image tasks, five mergers, {seeds(vit)}). "
         f"Blocks: on two blocks of it (six of the tasks, {seeds(blocks)}). "
         f"Text: on all-MiniLM-L6-v2 (three layers trained, five tasks, {seeds(texts)}). "
         f"Language: on SmolLM2-135M (four layers trained, four tasks, five mergers, {seeds(words)}). "
-        "Every method was tuned alike; from "
+        "Every method was tuned by the same rule; from "
         f"`{digits['command']}` and `{blocks['command']}` (or `text`, `smollm2_text`) on {digits['hardware']}, and "
         f"`--name vit` on {vit['hardware'].split(', ')[1].split(' (')[0]}.\n"
     )

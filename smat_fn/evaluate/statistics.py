@@ -51,6 +51,31 @@ def estimate(values: Iterable[float], *, level: float = 0.95) -> Estimate:
     return Estimate(values, mean, sd, (mean - half, mean + half))
 
 
+def settled_together(found: Mapping[str, Estimate], *, level: float = 0.05) -> list[str]:
+    """Names of means that differ from 0 by t tests with Holm's correction for their number.
+
+    The smallest of k p-values is compared with level / k, the next one with level / (k - 1), and so on until one is
+    larger: the probability of any false name is at most ``level``.
+
+    Source: Holm, "A simple sequentially rejective multiple test procedure", 1979.
+    """
+    from scipy.special import stdtr
+
+    p = {}
+    for name, own in found.items():
+        if own.sd is None or abs(own.mean) <= ROUNDING:
+            p[name] = 1.0
+        else:
+            n = len(own.values)
+            p[name] = 2 * float(stdtr(n - 1, -abs(own.mean) * math.sqrt(n) / own.sd)) if own.sd else 0.0
+    names = []
+    for place, name in enumerate(sorted(p, key=lambda name: p[name])):
+        if p[name] > level / (len(p) - place):
+            break
+        names.append(name)
+    return [name for name in found if name in names]
+
+
 def signed(value: float, digits: int = 2) -> str:
     """A difference with its sign; one that is 0 but for rounding as +0.00."""
     return f"{0.0 if abs(value) <= ROUNDING else value:+.{digits}f}"

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 from scipy import stats
 
+from benchmarks import by_seed, digits_methods, methods, minilm_methods, readme
 from benchmarks import digits as benchmark
-from benchmarks import digits_methods, methods, minilm_methods, readme
 from benchmarks.study import by_data
 from benchmarks.study.trial import Trial, _tick, whole_periods
 from benchmarks.study.trials import OUTCOME, outcome, rows_of, run_trial, run_trials
@@ -519,6 +519,23 @@ def test_the_tables_of_the_pages_are_those_of_the_stored_results():
         assert readme.between(page, name.replace("_", "-"), text(result)) == page
 
 
+def test_a_figure_has_every_seed_and_a_panel_for_each_study(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(by_seed, "png", lambda figure: drawn.append(figure) or b"")
+    one = {"A": [1.0, 2.0, 3.0], "B": [-1.0, 1.0, 0.0], "C": [5.0, 5.0, 5.0]}
+    studies = {"one": one, "two": {"A": [4.0], "B": [6.0]}}
+    by_seed.by_seed({
+        title: {"seeds": own["A"], "paired": {label: {"differences": values} for label, values in own.items()}}
+        for title, own in studies.items()
+    })  # fmt: skip
+    (figure,) = drawn
+    assert [axes.get_title() for axes in figure.axes] == ["one, 3 seeds", "two, 1 seeds"]
+    dots = [[list(line.get_xdata()) for line in axes.lines if line.get_marker() == "o"] for axes in figure.axes]
+    assert dots == [[[1.0, 2.0, 3.0], [-1.0, 1.0, 0.0]], [[4.0], [6.0]]]  # no C, which the last study lacks
+    bars = [line.get_xdata() for line in figure.axes[0].lines if line.get_solid_capstyle() == "butt"]
+    assert bars[0] == pytest.approx(paired([0.0] * 3, [1.0, 2.0, 3.0])["interval"])
+
+
 def test_a_table_of_one_pass_has_the_methods_and_mergers_that_there_are(monkeypatch):
     result = readme.stored("text_onepass")
     labels, gone = ("FT", "SMAT", "SMAT climbing", "ASAM"), ("DARE", "DELLA", "ISO_C")
@@ -530,3 +547,8 @@ def test_a_table_of_one_pass_has_the_methods_and_mergers_that_there_are(monkeypa
     assert "| Mean of five mergers | - FT (95 %) | - ASAM (95 %) | Training time x FT |" in heads[0]
     assert heads[1] == "| Method | WA | TA | TIES | TSV_MERGE | WUDI |"
     assert len([line for line in lines if line.startswith("|")]) == 2 * (2 + len(labels))
+    counts = {"FT": [1, 2, 3], "SMAT": [1] * 12}
+    monkeypatch.setattr(readme, "stored", lambda name: {"dev": counts} if name == "a_tuning" else {})
+    assert readme.candidates("a") == "3 to 12 candidates"
+    counts["SMAT"] = counts["FT"]
+    assert readme.candidates("a") == "3 candidates"

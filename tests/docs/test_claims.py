@@ -59,6 +59,29 @@ def test_the_interval_of_asam_less_smat_and_the_edges_of_grids_are_those_of_the_
     tuning = json.loads((readme.RESULTS / "digits_methods_tuning.json").read_text(encoding="utf-8"))
     assert readme.at_edge(tuning) == [label for label in tuning["chosen"] if label != "FT"]
     assert "Every choice but FT's lies at an edge of its grid" in sentences
+    result = readme.stored("digits_methods")
+    smat = result["paired"]["SMAT"]
+    assert f"{smat['mean']:.1f} above those of fine-tuning, which is significant by itself, but not with" in sentences
+    assert smat["interval"][0] > 0
+    assert "significant: ASAM; OrthoReg; SMAT-Muon; SMAT without Scale; SMAT without Mask." in readme.corrected(result)
+
+
+def test_ft_s_dev_score_varies_with_its_learning_rate_as_the_page_says():
+    scores = {}
+    for row in readme.stored("when_it_pays")["rates"]:
+        scores.setdefault((row["study"], row["steps"]), []).append(row["ft"])
+    ranges = [max(own) - min(own) for own in scores.values()]
+    sentence = f"FT's merged dev score varies by {min(ranges):.1f} to {max(ranges):.0f} points over the learning rates"
+    assert sentence in " ".join(STUDIES.split())
+
+
+def own_four(words):
+    """Differences from FT in the mean of the mergers but WUDI."""
+    four = {
+        label: [fmean(scores) for scores in zip(*(words["test"][label][n] for n in FOUR), strict=True)]
+        for label in ("FT", "SMAT", "SMAT climbing", "ASAM")
+    }
+    return {label: readme.paired(four["FT"], scores) for label, scores in four.items() if label != "FT"}
 
 
 def span(found):
@@ -90,11 +113,18 @@ def test_what_the_readme_says_of_one_pass_is_in_the_results():
     assert over_ft["interval"][0] > 0
     assert over_asam["interval"][0] > 0
     assert full["interval"][0] < 0 < full["interval"][1]
+    assert f"ASAM with twice as many passes is {-full['mean']:.1f} above SMAT, not significantly." in sentences
+    less = [fmean(test["ASAM"]["All"]) - fmean(test[label]["All"]) for label in ("SMAT", "SMAT climbing", "MSAM")]
+    assert f"{min(less):.1f} to {max(less):.1f} more than the three, not significantly" in " ".join(STUDIES.split())
     vit = json.loads((readme.RESULTS / "vit_blocks_onepass.json").read_text(encoding="utf-8"))
     assert all(found["interval"][0] < 0 for found in vit["paired"].values())
     assert vit["paired"]["SMAT"]["interval"][1] > 0
     equal_passes = readme.paired(vit["test"]["ASAM, half the steps"]["All"], vit["test"]["SMAT"]["All"])
     assert f"SMAT is {equal_passes['mean']:.1f} above ASAM given as many passes. - **Text.**" in sentences
+    whole, language = (readme.stored(f"{name}_onepass")["paired"]["SMAT"]["mean"] for name in ("vit", "smollm2_text"))
+    blocks = vit["paired"]["SMAT"]["mean"]
+    words = f"on two of its blocks {blocks:.1f} higher) and on a language model ({language:.1f} higher)"
+    assert f"({-whole:.1f} lower, {words}" in sentences
     assert equal_passes["interval"][0] > 0
     texts = json.loads((readme.RESULTS / "text_onepass.json").read_text(encoding="utf-8"))
     gain, own = texts["paired"]["SMAT"], texts["test"]
@@ -119,11 +149,13 @@ def test_what_the_readme_says_of_one_pass_is_in_the_results():
     half = words["paired"]["ASAM, half the steps"]
     assert (
         f"is {asam['mean']:.1f} above FT, given as many passes {half['mean']:.1f}. SMAT is {gain['mean']:.1f} above "
-        "FT, all by WUDI. The last two differences are not significant."
+        f"FT, all by WUDI: by the four other mergers it is {-own_four(words)['SMAT']['mean']:.1f} below. The last "
+        "three differences are not significant, nor is the first one if corrected for five comparisons."
     ) in sentences
+    assert "5 differences from FT none is significant" in readme.corrected(words)
     assert max(gain["interval"][0], half["interval"][0]) < 0 < asam["interval"][0]
     test = words["test"]
-    equal, over_msam = (readme.paired(test[x]["All"], test["SMAT"]["All"]) for x in ("ASAM, half the steps", "MSAM"))
+    equal = readme.paired(test["ASAM, half the steps"]["All"], test["SMAT"]["All"])
     msam = words["paired"]["MSAM"]
     experts = {label: fmean(own["Expert"]) for label, own in test.items()}
     assert (
@@ -131,16 +163,12 @@ def test_what_the_readme_says_of_one_pass_is_in_the_results():
         f"{experts['ASAM'] - experts['ASAM, half the steps']:.1f} below its own"
     ) in " ".join(STUDIES.split())
     assert (
-        f"{half['mean']:.2f} above FT ({span(half)}), those of MSAM {-msam['mean']:.2f} below it ({span(msam)}). "
-        f"SMAT's are {equal['mean']:.2f} above ASAM's at half the steps ({span(equal)}) and {over_msam['mean']:.2f} "
-        f"above MSAM's ({span(over_msam)}), whose experts are {experts['FT'] - experts['MSAM']:.1f} points below FT's"
+        f"{half['mean']:.2f} above FT ({span(half)}), those of MSAM, whose experts are "
+        f"{experts['FT'] - experts['MSAM']:.1f} points below FT's, {-msam['mean']:.2f} below it ({span(msam)}). "
+        f"SMAT's are {equal['mean']:.2f} above ASAM's at half the steps ({span(equal)}). None of these"
     ) in " ".join(STUDIES.split())
-    assert max(one["interval"][0] for one in (half, msam, equal)) < 0 < over_msam["interval"][0]
-    four = {
-        label: [fmean(scores) for scores in zip(*(words["test"][label][n] for n in FOUR), strict=True)]
-        for label in ("FT", "SMAT", "SMAT climbing", "ASAM")
-    }
-    own = [readme.paired(four["FT"], four[label]) for label in ("SMAT", "SMAT climbing", "ASAM")]
+    assert all(one["interval"][0] < 0 < one["interval"][1] for one in (half, msam, equal))
+    own = list(own_four(words).values())
     ranges = [f"({one['interval'][0]:+.2f} to {one['interval'][1]:+.2f})" for one in own]
     assert (
         f"SMAT is {-own[0]['mean']:.2f} below FT {ranges[0]}, SMAT climbing {-own[1]['mean']:.2f} below it {ranges[1]} "
@@ -164,7 +192,15 @@ def test_what_the_pages_say_of_the_whole_vit_is_in_the_results():
     under = {label: readme.paired(test["ASAM"]["All"], test[label]["All"])["interval"][1] for label in named.values()}
     assert {label: high < 0 for label, high in under.items()} == {"SMAT": False, "SMAT climbing": True, "MSAM": True}
     experts, drops = ({label: fmean(test[label][x]) for label in ("SMAT", "FT")} for x in ("Expert", "Drop"))
-    assert f"as FT's** ({experts['SMAT']:.2f} and {experts['FT']:.2f})" in studies
+    half_widths = [(own["interval"][1] - own["interval"][0]) / 2 for own in result["paired"].values()]
+    assert f"whose intervals reach {min(half_widths):.1f} points or more to each side" in studies
+    chosen = readme.stored("vit_onepass_tuning")
+    rates = {label: own["training"]["lr"] for label, own in chosen["chosen"].items()}
+    assert {label for label, rate in rates.items() if rate == 2e-5} == {"ASAM", "SMAT climbing"}
+    assert set(rates.values()) == {2e-5, 4e-5}
+    second, best = sorted(own["dev"][0] for own in chosen["dev"]["ASAM"])[-2:]
+    assert f"for ASAM by {best - second:.1f} points on one seed" in studies
+    assert f"close to FT's** ({experts['SMAT']:.2f} and {experts['FT']:.2f})" in studies
     assert f"by merging, {drops['SMAT']:.1f} points against {drops['FT']:.1f}." in studies
     first, second, third = result["paired"]["ASAM, half the steps"]["differences"]
     assert f"models are {-first:.1f} below FT's. The other two seeds are {second:.1f} and {third:.1f} above" in studies

@@ -6,7 +6,7 @@ import sys
 import pytest
 from scipy import stats
 
-from smat_fn.evaluate.statistics import differences, estimate, paired
+from smat_fn.evaluate.statistics import differences, estimate, paired, settled_together
 
 
 def test_the_interval_is_that_of_a_paired_t_test():
@@ -44,6 +44,29 @@ def test_zero_in_the_interval_settles_nothing_and_one_value_has_none():
     assert estimate([0.5, 0.5]).settled
     alone = estimate([3.0])
     assert (alone.mean, alone.sd, alone.interval, alone.settled) == (3.0, None, None, False)
+
+
+def of_p(p, n=5):
+    """Values whose t test against 0 has a p-value."""
+    values = [0.0, 1.0, 2.0, 3.0, 4.0][:n]
+    apart = stats.t.isf(p / 2, n - 1) * stats.tstd(values) / math.sqrt(n)
+    got = estimate(v - 2.0 + apart for v in values)
+    assert stats.ttest_1samp(got.values, 0).pvalue == pytest.approx(p)
+    return got
+
+
+def test_holms_correction_compares_with_the_level_over_what_is_left():
+    # 0.012 < 0.05 / 4 and 0.016 < 0.05 / 3, but 0.026 > 0.05 / 2: it and the last one, below 0.05 alone, are out
+    found = {"c": of_p(0.026), "a": of_p(0.012), "d": of_p(0.04), "b": of_p(0.016)}
+    assert all(own.settled for own in found.values())
+    assert settled_together(found) == ["a", "b"]
+    assert settled_together({"c": found["c"], "d": found["d"]}) == []
+    assert settled_together({"c": of_p(0.024), "d": found["d"]}) == ["c", "d"]
+    assert settled_together(found, level=0.2) == ["c", "a", "d", "b"]
+    assert settled_together({"one": estimate([3.0]), "none": estimate([0.0, 0.0]), "equal": estimate([1.0, 1.0])}) == [
+        "equal"
+    ]
+    assert settled_together({}) == []
 
 
 def test_rounding_is_no_difference():
