@@ -1,5 +1,6 @@
 """Checkpoints: a folder with ``model.safetensors`` and ``manifest.json``, written atomically."""
 
+import fnmatch
 import glob
 import hashlib
 import json
@@ -148,8 +149,11 @@ def load_leaves(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     leaves: dict[str, Tensor] = {}
     try:
         for file in _weight_files(Path(path)):
+            file.open("rb").close()  # safetensors calls a file that this user may not read absent
             with safe_open(file, framework="pt") as store:
                 leaves |= {tree.unwrapped(name): store.get_tensor(name) for name in store.keys()}  # noqa: SIM118 (no mapping)
+    except PermissionError:
+        raise
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{file} cannot be read ({error}): {_AGAIN}") from error
     return leaves, manifest
@@ -190,11 +194,19 @@ def _write_statistics(path: str | Path, kind: str, leaves: Mapping[str, Tensor],
     stored = {name: plain(leaf) for name, leaf in tree.flatten_unwrapped(leaves).items()}
     try:
         # one entry: safetensors writes several in any order, and equal statistics are equal files
-        save_file(stored, fresh, metadata={"facts": json.dumps({"kind": kind, **facts})})
+        save_shared(stored, fresh, {"facts": json.dumps({"kind": kind, **facts})})
         fresh.replace(file)
     finally:
         fresh.unlink(missing_ok=True)
     return file
+
+
+def save_shared(leaves: Mapping[str, Tensor], file: Path, facts: Mapping[str, str]) -> None:
+    """Write a new file of tensors with the permissions of other new files; safetensors writes for their owner alone."""
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(dict(leaves), file, metadata=dict(facts))
+    file.chmod(mode & 0o666)
 
 
 def statistics_facts(file: Path) -> dict[str, Any]:
@@ -220,6 +232,21 @@ def read_json(file: Path) -> Any:
         return json.loads(file.read_text(encoding="utf-8"))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def files_below(folder: Path, pattern: str) -> list[Path]:
+    """Files at or below a folder whose names fit a pattern, sorted; links to folders are not followed.
+
+    Raises: OSError for a folder that this user may not read; `Path.rglob` would skip it.
+    """
+
+    def failed(error: OSError) -> None:
+        if not isinstance(error, (FileNotFoundError, NotADirectoryError)):  # removed meanwhile
+            raise error
+
+    walked = os.walk(folder, onerror=failed)
+    files = (Path(place, name) for place, _, names in walked for name in fnmatch.filter(names, pattern))
+    return sorted(file for file in files if file.is_file())
 
 
 def load_manifest(path: str | Path) -> dict[str, Any]:
@@ -439,8 +466,15 @@ def refuse_existing(path: Path, *, overwrite: bool) -> None:
 
 
 def foreign_problems(files: Mapping[Path, bytes]) -> list[str]:
-    """Errors for files that exist and were not written here. Args: files: how each begins that was."""
-    problems = []
+    """Errors for files that exist and were not written here, and for any beside the weights of a checkpoint.
+
+    Args: files: how each begins that was written here.
+    """
+    problems = [
+        f"{place} is a checkpoint, which takes no other files: choose another folder"
+        for place in dict.fromkeys(file.parent for file in files)
+        if (place / MANIFEST).is_file() and _is_checkpoint(place)
+    ]
     for file, begin in files.items():
         if file.is_file():
             with open(file, "rb") as opened:
@@ -448,6 +482,13 @@ def foreign_problems(files: Mapping[Path, bytes]) -> list[str]:
             if there != begin[: len(there)]:  # of a killed process, a part
                 problems.append(f"{file} holds something else than is written there: move it, or choose another place")
     return problems
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    with suppress(ValueError):
+        manifest = load_manifest(folder)
+        return isinstance(manifest, dict) and "kind" in manifest
+    return False
 
 
 def follow(path: Path) -> Path:

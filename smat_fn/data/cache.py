@@ -4,17 +4,16 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from .. import __version__, machine
-from ..checkpoint import fingerprint
+from ..checkpoint import fingerprint, save_shared
 
 HELD = 2 * 2**30  # bytes of a split's pixels or frozen states that are kept here and in memory; of a larger one none
 log = logging.getLogger(__name__)
@@ -22,8 +21,11 @@ _unwritable = set[Path]()  # folders that a line in the log has named
 
 
 def cache_dir() -> Path:
-    """``$SMAT_FN_CACHE``, or ``~/.cache/smat_fn``."""
-    return Path(os.environ.get("SMAT_FN_CACHE") or Path.home() / ".cache" / "smat_fn")
+    """``$SMAT_FN_CACHE``, or ``~/.cache/smat_fn``; a place that cannot be written where the home folder is unknown."""
+    home = Path(os.path.expanduser("~"))  # unchanged for a user that the system does not know, as in containers
+    return Path(
+        os.environ.get("SMAT_FN_CACHE") or (home if home.is_absolute() else Path(os.devnull)) / ".cache/smat_fn"
+    )
 
 
 def versions(*packages: str) -> dict[str, str]:
@@ -72,11 +74,9 @@ def _write(path: Path, config: str, tensors: Mapping[str, Tensor]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # safetensors sorts by size and name: the order of the tree is kept beside
     facts = {"config": config, "fingerprint": fingerprint(tensors), "order": json.dumps(list(tensors))}
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")  # several machines may share the folder
     try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, facts)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+        save_shared({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, facts)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

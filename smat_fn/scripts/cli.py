@@ -378,6 +378,11 @@ def _call(main: Callable[[Any], None], parsed: Any, words: Sequence[str], prog: 
                 f"{prog}: the system gives no more memory or address space ({textwrap.shorten(str(error), 300)}): end "
                 "other programs, or raise the limit that is set here (ulimit -v, --mem of Slurm)"
             )
+        if "determine home directory" in str(error):  # of pathlib
+            sys.exit(
+                f"{prog}: a path begins with ~ or lies in the home folder, but the system knows no such home: write "
+                "the whole path, or set HOME to a folder that this user may write to"
+            )
         if type(error).__name__ != "OutOfMemoryError":  # of torch, which is not imported here
             raise
         sys.exit(
@@ -426,5 +431,7 @@ def in_lines(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         rerun = "free disk space and rerun the command, it resumes from what is kept (training with --resume)"
         return f" {error.filename or 'a file'} cannot be written ({error.strerror}): {rerun}"
+    if isinstance(error, PermissionError) and error.filename is not None:
+        return f" {error.filename} cannot be read or written by this user: ask its owner (chmod), or give another place"
     found = getattr(error, "problems", ())
     return f" {error}" if len(found) < 2 else "".join(f"\n  {problem}" for problem in found)

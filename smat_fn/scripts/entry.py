@@ -85,8 +85,17 @@ def run(name: str, script: str, launch: Sequence[str]) -> None:
         sys.excepthook = partial(_interrupted, name, script, sys.excepthook)
         raise
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the exit flushes what is left
+        _discard_output()
         sys.exit(1)
+    except OSError as error:
+        if error.errno is None or error.filename is not None:  # not of a write to the output
+            raise
+        _discard_output()
+        sys.exit(f"{script}: standard output cannot be written ({error.strerror}): send it to another place")
+
+
+def _discard_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the exit flushes what is left
 
 
 def _start(name: str, script: str, launch: Sequence[str]) -> None:

@@ -310,6 +310,57 @@ def test_a_relative_folder_of_any_name(tmp_path, monkeypatch, name):
     assert torch.equal(checkpoint.load_expert(name, {"a": values(2)})[0]["a"], values(2))
 
 
+def test_files_below_a_folder_are_those_of_rglob(tmp_path):
+    for name in ("b/x.json", "a/c/x.json", "x.json", ".a/x.json", "a/y.log.jsonl", "z.log.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "a" / "pipe").mkdir()
+    os.mkfifo(tmp_path / "a" / "pipe" / "x.json")  # whose reader would wait
+    found = sorted(file for file in tmp_path.rglob("x.json") if file.is_file())
+    assert checkpoint.files_below(tmp_path, "x.json") == found
+    assert len(checkpoint.files_below(tmp_path, "*.log.jsonl")) == 2
+    assert checkpoint.files_below(tmp_path / "none", "*") == []
+    assert checkpoint.files_below(tmp_path / "x.json", "*") == []
+
+
+def test_a_folder_that_cannot_be_read_is_an_error_and_one_that_is_gone_is_not(tmp_path, monkeypatch):
+    (tmp_path / "closed").mkdir()
+    scandir, error = os.scandir, PermissionError(13, "Permission denied", str(tmp_path / "closed"))
+
+    def denied(place):
+        if Path(place).name == "closed":
+            raise error
+        return scandir(place)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    with pytest.raises(PermissionError, match="closed"):
+        checkpoint.files_below(tmp_path, "*.json")
+    error = FileNotFoundError(2, "No such file")
+    assert checkpoint.files_below(tmp_path, "*.json") == []
+
+
+def test_weights_that_this_user_may_not_read_are_not_called_absent(tmp_path, monkeypatch):
+    checkpoint.save_expert(tmp_path / "e", {"w": torch.zeros(2)}, {})
+    opened = Path.open
+
+    def denied(path, *words, **more):
+        if path.name == checkpoint.WEIGHTS:
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *words, **more)
+
+    monkeypatch.setattr(Path, "open", denied)
+    with pytest.raises(PermissionError, match=r"Permission denied.*e/model\.safetensors"):
+        checkpoint.load_leaves(tmp_path / "e")
+
+
+def test_nothing_is_written_beside_the_weights_of_a_checkpoint(tmp_path):
+    checkpoint.save_expert(tmp_path / "e", {"w": torch.zeros(2)}, {"kind": "expert"})
+    (told,) = checkpoint.foreign_problems({tmp_path / "e" / name: b"a" for name in ("x.csv", "y.csv")})
+    assert told == f"{tmp_path / 'e'} is a checkpoint, which takes no other files: choose another folder"
+    (tmp_path / "e" / checkpoint.MANIFEST).write_text('{"name": "a web page"}')
+    assert checkpoint.foreign_problems({tmp_path / "e" / "x.csv": b"a"}) == []
+
+
 @pytest.mark.parametrize("keep", [0, 4, 100, -1])
 def test_a_truncated_weights_file_is_refused(tmp_path, keep):
     checkpoint.save_expert(tmp_path / "e", make(), {})

@@ -1,6 +1,7 @@
 """The cache: a hit gives what was built, damage is noticed, nothing half-written stays."""
 
 import logging
+import os
 
 import pytest
 import torch
@@ -33,6 +34,29 @@ def test_second_call_reads_what_the_first_built(folder):
     assert list(second) == ["b", "a"]
     assert all(torch.equal(first[n], second[n]) and first[n].dtype == second[n].dtype for n in TENSORS)
     assert [p.suffix for p in folder.iterdir()] == [".safetensors"]
+
+
+def test_without_a_home_folder_nothing_is_kept_and_the_way_out_is_named(monkeypatch, caplog, tmp_path):
+    monkeypatch.delenv("SMAT_FN_CACHE")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(cache.os.path, "expanduser", lambda path: path)  # of a user that the system does not know
+    monkeypatch.chdir(tmp_path)
+    build = Counter()
+    for _ in range(2):
+        cached("x", {"seed": 1}, build)
+    assert build.calls == 2
+    assert list(tmp_path.iterdir()) == []
+    assert "or set SMAT_FN_CACHE to another folder" in caplog.text
+
+
+def test_files_are_as_readable_as_others_for_a_folder_that_several_users_share(folder):
+    before = os.umask(0o002)
+    try:
+        cached("x", {"seed": 1}, Counter())
+    finally:
+        os.umask(before)
+    (file,) = folder.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o664
 
 
 def test_another_config_or_name_is_built_apart(folder):
@@ -86,7 +110,7 @@ def test_a_failed_write_leaves_no_file_is_said_once_and_costs_no_result(folder, 
     def fail(*_):
         raise failure
 
-    monkeypatch.setattr(*("os.replace", fail) if isinstance(failure, OSError) else (cache, "save_file", fail))
+    monkeypatch.setattr(*("os.replace", fail) if isinstance(failure, OSError) else (cache, "save_shared", fail))
     for seed in (1, 2):
         assert cached("x", {"seed": seed}, Counter()) is TENSORS
     assert not list(folder.iterdir())

@@ -409,6 +409,15 @@ def test_a_file_beside_the_weights_that_cannot_be_read_counts_as_none(kind, file
     merge_folders(TA, base, experts, tmp_path / "out")
 
 
+def test_weights_that_this_user_may_not_read_are_not_called_absent(inputs, tmp_path, monkeypatch):
+    base, experts = inputs
+    file = experts["sum"] / "model.safetensors"
+    file.write_bytes(b"")  # a superuser may read all
+    monkeypatch.setattr(os, "access", lambda place, mode: place != file)
+    told = f"expert 'sum': {file} cannot be read by this user: ask its owner (chmod)"
+    assert told in refusal(tmp_path, base, experts)
+
+
 def test_weights_that_are_a_pipe_are_told(inputs, tmp_path):
     base, experts = inputs
     (folder := next(iter(experts.values()))).joinpath("model.safetensors.index.json").unlink(missing_ok=True)

@@ -220,6 +220,8 @@ def test_a_folder_that_cannot_be_written_to_is_named_before_any_work(tmp_path, m
         (OSError(28, "No space left on device", "a/scores.jsonl"), "a/scores.jsonl cannot be written (No space left"),
         (OSError(28, "No space left on device"), "a file cannot be written (No space left on device): free disk space"),
         (FileNotFoundError(2, "No such file", "x"), "[Errno 2] No such file: 'x'"),
+        (PermissionError(13, "denied", "a/b"), "a/b cannot be read or written by this user: ask its owner (chmod), or"),
+        (RuntimeError("Could not determine home directory."), "a path begins with ~ or lies in the home folder, but"),
         (MemoryError("6 GB"), "the system gives no more memory or address space (6 GB): end other programs, or raise"),
         (RuntimeError("unable to mmap 9 bytes from file <x>: Cannot allocate memory (12)"), "the system gives no more"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"), "the system gives no more"),

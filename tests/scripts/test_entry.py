@@ -155,6 +155,28 @@ def test_a_reader_that_ends_early_ends_a_command_without_a_word(words):
     assert (process.returncode, process.stderr) == (1, "")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_an_output_that_takes_no_more_ends_a_command_with_one_line():
+    command = [sys.executable, "-m", "smat_fn", "merge", "--help"]
+    with open("/dev/full", "w") as full:
+        process = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    said = "python -m smat_fn merge: standard output cannot be written (No space left on device): send it to another"
+    assert process.returncode == 1
+    assert said in process.stderr
+    assert "Traceback" not in process.stderr
+
+
+def test_other_errors_of_the_system_keep_their_traceback(monkeypatch):
+    for error in (OSError("libcudart.so cannot be opened"), FileNotFoundError(2, "No such file", "x")):
+
+        def fail(*words, error=error):
+            raise error
+
+        monkeypatch.setattr(entry, "_start", fail)
+        with pytest.raises(type(error), match=str(error.args[-1])):
+            entry.merge()
+
+
 @pytest.mark.slow
 def test_help_is_printed_without_torch_and_says_the_same():
     """One process for all: forgotten modules are imported again."""

@@ -224,8 +224,9 @@ def open_folder(label: str, path: Path) -> Folder:
             problems.append(f"{label}: {error}")
             continue
         except (OSError, SafetensorError) as error:
-            out = "copy or download it again" if os.access(file, os.R_OK) else "this user may not read it, chmod it"
-            problems.append(f"{label}: {file} cannot be read ({error}): {out}")
+            fine = not file.exists() or os.access(file, os.R_OK)  # else safetensors says that there is none
+            reason = f"({error}): copy or download it again" if fine else "by this user: ask its owner (chmod)"
+            problems.append(f"{label}: {file} cannot be read {reason}")
             continue
         stores[file] = store
         problems += [] if names is None else _misplaced(f"{label}: {file}", store.names, names)

@@ -17,7 +17,17 @@ from ...merge.parts.masked import Masked
 from ...suites import Suite
 from ...types import Params
 from ..merge.choosing import merge_one
-from ..merge.inputs import Inputs, find_inputs, like_base, load_inputs, manifest_of, mask_key, trained_by, unreplaced
+from ..merge.inputs import (
+    Inputs,
+    find_inputs,
+    incomplete,
+    like_base,
+    load_inputs,
+    manifest_of,
+    mask_key,
+    trained_by,
+    unreplaced,
+)
 from ..merge.suite import common_suite
 
 
@@ -107,7 +117,7 @@ def chosen_merger(run: Run, merger: str, *, coef: float | None, preset: str | No
         raise ValueError(f"coef is {coef}, but {merger.upper()} has none: leave --coef out")
     stored = [
         manifest["hyperparameters"]
-        for file in sorted(run.path.rglob(checkpoint.MANIFEST))
+        for file in checkpoint.files_below(run.path, checkpoint.MANIFEST)
         if (manifest := manifest_of(file.parent)).get("kind") == "merged"
         and manifest["merger"] == merger
         and manifest["hyperparameters"].keys() <= {field.name for field in fields(config)}  # no coefs, no lines
@@ -193,6 +203,7 @@ def result_of(analysis: str, runs: Sequence[Run], rows: Sequence[Mapping[str, An
 def _load(path: Path, suites: dict[str, Suite], options: Mapping[str, Any]) -> Run:
     base, folders = find_inputs(path)
     errors.raise_problems(unreplaced(folders))
+    errors.raise_problems(incomplete({folder: manifest_of(folder) for folder in folders}, "label", "method", "seed"))
     inputs = load_inputs(base, folders)
     lines = {(m["label"], m["method"], m["seed"]) for m in inputs.manifests.values()}
     if len(lines) > 1:

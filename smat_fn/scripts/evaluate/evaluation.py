@@ -24,15 +24,11 @@ from ...folders.multi_task import is_several, task_params
 from ...report.tables import MainTable, main_table, markdown
 from ...suites import Suite, load_suite
 from ...types import Params
-from ..merge.inputs import check_weights, manifest_of, named, unreplaced, with_tasks_of
+from ..merge.inputs import check_weights, incomplete, manifest_of, named, unreplaced, with_tasks_of
 from ..merge.suite import made_problems
 from ..merge.whole_models import lacking_problems, own_dtype, suite_part, whole_base
 
 SCORED = "expert", "merged"  # kinds of manifests that tell the tasks; an exported model is as one of another tool
-_FIELDS = {
-    "expert": ("task", "label", "seed", "hyperparameters"),
-    "merged": ("merger", "experts", "label", "seed", "hyperparameters"),
-}
 RESULTS = "results.jsonl"
 OTHER = "folder"  # in what stands for the manifest of an expert of another tool
 
@@ -66,7 +62,7 @@ def find_checkpoints(paths: Sequence[Path]) -> list[Path]:
                 problems.append(f"{folder} is a checkpoint of train.py or merge.py: give it without a name")
             found[path] = None
             continue
-        folders = [manifest.parent for manifest in sorted(path.rglob(checkpoint.MANIFEST))]
+        folders = [manifest.parent for manifest in checkpoint.files_below(path, checkpoint.MANIFEST)]
         folders = [f for f in folders if manifest_of(f).get("kind") in SCORED]
         if not folders:
             way = "give folders of train.py or merge.py"
@@ -83,7 +79,7 @@ def lacking_experts(paths: Sequence[Path]) -> list[str]:
     """Notes on tasks of runs in these folders that are not scored: a log or an empty folder is there, but no expert."""
     notes = []
     for path in (path for path in paths if path.is_dir()):
-        logs = {log.parent / log.name.removesuffix(".log.jsonl") for log in path.rglob("*.log.jsonl")}
+        logs = {log.parent / log.name.removesuffix(".log.jsonl") for log in checkpoint.files_below(path, "*.log.jsonl")}
         runs = {path, *(expert.parent for expert in logs)}
         empty = {place for run in runs for place in run.iterdir() if place.is_dir() and not any(place.iterdir())}
         lacking = {place for place in logs | empty if not manifest_of(place) and not place.name.startswith(".")}
@@ -98,15 +94,7 @@ def manifests_of(folders: Sequence[Path]) -> dict[Path, dict[str, Any]]:
     """
     given = {folder: name for folder in folders if (name := named(folder)[0]) is not None}
     found = {folder: checkpoint.load_manifest(folder) for folder in folders if folder not in given}
-    lacking = {folder: [n for n in _FIELDS[m["kind"]] if n not in m] for folder, m in found.items()}
-    errors.raise_problems(
-        [
-            f"{folder / checkpoint.MANIFEST} lacks {', '.join(names)}: put back the one written with the weights, or "
-            "move the folder"
-            for folder, names in lacking.items()
-            if names
-        ]
-    )
+    errors.raise_problems(incomplete(found))
     names = set(given.values())
     merged = [m for m in found.values() if m["kind"] == "merged" and names <= set(m["experts"])]
     line = merged[0] if merged else {"label": "+".join(given.values()), "seed": 0}

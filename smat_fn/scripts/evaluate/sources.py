@@ -70,8 +70,10 @@ def read_sources(paths: Sequence[Path], *, besides: Path | None = None) -> Sourc
                         scored.setdefault(key, (run.fingerprint, file))
             except KeyError as error:
                 problems.append(f"{file} lacks {error}: it was written by another version, or is something else")
-            except ValueError as error:
-                problems.append(f"{file}: {error}")
+            except UnicodeDecodeError as error:
+                problems.append(f"{file} is not text in UTF-8 ({error.reason}): give a file of scores (JSON lines)")
+            except ValueError as error:  # that names its file, or not
+                problems += [t if t.startswith(str(file)) else f"{file}: {t}" for t in errors.texts(error)]
             except (TypeError, AttributeError, IndexError) as error:  # of rows of an analysis or an outcome
                 problems.append(f"{file} holds a value of another type ({error}): write it again")
     problems += _outdated(found.runs, scored, there)
@@ -104,7 +106,7 @@ def _below(folder: Path, besides: Path | None) -> list[Path]:
     return [
         file
         for name in names
-        for file in sorted(folder.rglob(name))
+        for file in checkpoint.files_below(folder, name)
         if left_out is None or left_out not in file.resolve().parents or folder.resolve() == left_out
     ]
 

@@ -1,6 +1,7 @@
 """A base and its experts, read from folders and checked against each other."""
 
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -24,6 +25,10 @@ from ...merge.parts.per_expert import Weighted
 from ...merge.weighted_average import WeightedAverage
 from ..recipes.places import folder_name
 
+FIELDS = {  # of manifests by kind
+    "expert": ("task", "label", "seed", "hyperparameters"),
+    "merged": ("merger", "experts", "label", "seed", "hyperparameters"),
+}
 BY_TASK = ("templates", "data")  # options of suites that may be a mapping with a value for each task
 
 
@@ -52,9 +57,10 @@ def find_inputs(run: Path) -> tuple[Path, list[Path]]:
     Raises: ValueError if it holds none.
     """
     experts = [
-        path.parent
-        for path in sorted(run.glob(f"*/{checkpoint.MANIFEST}"))
-        if manifest_of(path.parent).get("kind") in ("expert", "snapshot")
+        path
+        for path in (sorted(run.iterdir()) if run.is_dir() else ())
+        if path.is_dir() and checkpoint.MANIFEST in os.listdir(path)  # an error where this user may not read it
+        if manifest_of(path).get("kind") in ("expert", "snapshot")
     ]
     if not experts:
         if not run.exists():
@@ -136,6 +142,22 @@ def manifest_of(path: Path) -> dict[str, Any]:
     """The manifest of train.py or merge.py; empty for other folders, even with a file of this name."""
     found: Any = checkpoint.load_manifest(path) if (path / checkpoint.MANIFEST).is_file() else {}
     return found if isinstance(found, dict) and "kind" in found else {}
+
+
+def incomplete(manifests: Mapping[Path, Mapping[str, Any]], *more: str) -> list[str]:
+    """Errors for manifests of train.py and merge.py, by folder, without `FIELDS` or some of ``more``."""
+    lacking = {
+        folder: [
+            name for name in dict.fromkeys((*FIELDS.get(manifest.get("kind", ""), ()), *more)) if name not in manifest
+        ]
+        for folder, manifest in manifests.items()
+    }
+    return [
+        f"{folder / checkpoint.MANIFEST} lacks {', '.join(names)}: put back the one written with the weights, or move "
+        "the folder"
+        for folder, names in lacking.items()
+        if names
+    ]
 
 
 def named(expert: Path) -> tuple[str | None, Path]:

@@ -26,8 +26,8 @@ from ..merge.finished import flat
 from ..merge.inputs import manifest_of
 
 log = logging.getLogger(__name__)
-# the last two: of clusters, before a time limit
-ASKING = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2
+# SIGHUP: of a terminal or connection that ends; the last two: of clusters, before a time limit
+ASKING = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
 
 
 class Snapshot(NamedTuple):
@@ -84,6 +84,8 @@ def on_signals(*, second_ends: bool = True) -> Iterator[Stop]:
         stop.ask(number)
 
     previous: dict[int, Any] = {number: signal.getsignal(number) for number in ASKING}
+    if previous[signal.SIGHUP] == signal.SIG_IGN:  # by nohup
+        del previous[signal.SIGHUP]
     for number in previous:
         signal.signal(number, ask)
     try:

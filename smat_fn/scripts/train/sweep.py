@@ -57,7 +57,7 @@ class Sweep:
 class Status:
     """Print a table of the runs in a folder: which experts are done, how far the others are."""
 
-    out: Annotated[Positional[Path], arg(metavar="FOLDER")]
+    folder: Annotated[Positional[Path], arg(metavar="FOLDER")]
     """Folder of a sweep, or of any runs of train.py."""
 
 
@@ -124,7 +124,7 @@ def sweep(options: Sweep, *, script: Sequence[str], report: Callable[[str], None
     waiting = [job for job in wanted if not _ended_well(job, _run(options, job), options.flags)]
     report(f"{len(wanted)} runs, {len(wanted) - len(waiting)} of them done; logs in {options.out / JOBS}")
     failed, ended = list[Job](), 0
-    with _leaving_on_sigterm():
+    with _leaving_on_signals():
         launched = chain.from_iterable(launch(wave) for wave in _waves(options.flags, waiting) if not failed)
         for job, status in launched:
             ended += 1
@@ -158,8 +158,8 @@ def _waves(flags: str, waiting: Sequence[Job]) -> list[list[Job]]:
 
 
 @contextmanager
-def _leaving_on_sigterm() -> Iterator[None]:
-    """SIGTERM raises SystemExit inside, so that a launcher ends the processes it started."""
+def _leaving_on_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise SystemExit inside, so that a launcher ends the processes it started."""
     if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
         yield
         return
@@ -167,11 +167,15 @@ def _leaving_on_sigterm() -> Iterator[None]:
     def leave(number: int, _: object) -> None:
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, leave)
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    asking = [number for number, handler in before.items() if handler != signal.SIG_IGN]  # as nohup sets
+    for number in asking:
+        signal.signal(number, leave)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number in asking:
+            signal.signal(number, before[number])
 
 
 def progress(out: Path) -> list[Progress]:
@@ -181,8 +185,8 @@ def progress(out: Path) -> list[Progress]:
     from . import snapshots
 
     found = []
-    logs = {log.parent / log.name.removesuffix(".log.jsonl"): log for log in out.rglob("*.log.jsonl")}
-    manifests = {m.parent for m in out.rglob(checkpoint.MANIFEST)}
+    logs = {log.parent / log.name.removesuffix(".log.jsonl"): log for log in checkpoint.files_below(out, "*.log.jsonl")}
+    manifests = {m.parent for m in checkpoint.files_below(out, checkpoint.MANIFEST)}
     experts = {folder for folder in manifests if manifest_of(folder).get("kind") == "expert"}
     for folder in sorted(experts | set(logs)):
         last = _last(logs[folder]) if folder in logs else {}
@@ -214,7 +218,7 @@ def status(options: Status) -> None:
     """Print the table."""
     from rich.console import Console
 
-    rows = progress(options.out)
+    rows = progress(options.folder)
     Console(width=max(100, Console().width)).print(table(rows))
     for row in rows:
         outcome.add("experts", row._asdict())

@@ -1,6 +1,7 @@
 """Scores of checkpoints: the suite's own numbers, on the right tasks, and the report of them."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -247,10 +248,25 @@ def test_manifests_of_others_are_passed_over_and_fields_that_lack_are_named(runs
     file.write_text('{"kind": "expert", "seed": 1}')
     with pytest.raises(ValueError, match=f"{file} lacks task, label, hyperparameters: put back the one written with"):
         evaluate(find_checkpoints([tmp_path / "ft"]))
+    with pytest.raises(ValueError, match=f"{file} lacks task, label, hyperparameters, method: put back"):
+        load_runs([tmp_path / "ft"])
     shutil.copytree(merged["ft"] / "ta", tmp_path / "ta")
     (tmp_path / "ta" / checkpoint.MANIFEST).write_text('{"kind": "merged", "label": "FT", "seed": 1}')
     with pytest.raises(ValueError, match="lacks merger, experts, hyperparameters: put back"):
         evaluate(find_checkpoints([tmp_path / "ta"]))
+
+
+def test_an_expert_in_a_folder_that_cannot_be_read_is_not_left_out(runs, monkeypatch):
+    closed, listed = runs["ft"] / "rot90", os.listdir
+
+    def denied(place):
+        if Path(place) == closed:
+            raise PermissionError(13, "Permission denied", str(closed))
+        return listed(place)
+
+    monkeypatch.setattr(os, "listdir", denied)
+    with pytest.raises(PermissionError, match="rot90"):
+        find_inputs(runs["ft"])
 
 
 def test_of_an_expert_of_another_tool_a_suite_takes_its_own_part(tmp_path):

@@ -154,11 +154,22 @@ def test_all_that_cannot_be_read_is_listed(tmp_path):
     (tmp_path / "bad" / "replacement.json").write_text('{"analysis": "replacement", "rows": []}')
     (tmp_path / "bad" / "diagnose.json").write_text("[1]")  # of another program
     told = (
-        r"none: there is no such file or folder; .*results\.jsonl: .*line 1.*replacement\.json: the analysis has no "
+        r"none: there is no such file or folder; .*results\.jsonl, line 1: .*replacement\.json: the analysis has no "
         r"rows: run it again.*gains\.json lacks '\w+': it was written"
     )
     with pytest.raises(ValueError, match=told):
         read_sources([tmp_path / "none", tmp_path / "bad"])
+
+
+def test_what_cannot_be_read_is_named_once(tmp_path):
+    file = tmp_path / "results.jsonl"
+    file.write_text("{}\n")
+    with pytest.raises(ValueError, match="line 1") as told:
+        read_sources([tmp_path])
+    assert str(told.value).count(str(file)) == 1
+    file.write_bytes(b"\x89PNG")
+    with pytest.raises(ValueError, match=rf"^{file} is not text in UTF-8 \(invalid start byte\): give a file"):
+        read_sources([tmp_path])
 
 
 def test_an_evaluation_keeps_what_a_report_needs(runs, tmp_path):

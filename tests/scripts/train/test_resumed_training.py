@@ -337,6 +337,17 @@ def test_a_second_signal_ends_at_once_unless_it_may_be_the_first_passed_on(numbe
         signal.signal(number, before)
 
 
+@pytest.mark.parametrize("ignored", [False, True], ids=["terminal", "nohup"])
+def test_training_stops_with_its_terminal_and_not_under_nohup(ignored):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else lambda *_: None)
+    try:
+        with snapshots.on_signals() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert stop.signal == (None if ignored else signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_killed_before_any_snapshot_it_starts_anew(runs, train, tmp_path, monkeypatch):
     after(monkeypatch, 3, kill)
     with pytest.raises(Killed):

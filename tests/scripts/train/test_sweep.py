@@ -18,6 +18,7 @@ from rich.console import Console
 from smat_fn import checkpoint, machine
 from smat_fn.checkpoint import write_text
 from smat_fn.mat.finetune import State
+from smat_fn.scripts import cli
 from smat_fn.scripts.train import launching, snapshots, sweep
 from smat_fn.scripts.train.launching import Job
 from smat_fn.scripts.train.snapshots import Saver
@@ -221,6 +222,20 @@ def test_children_are_ended_when_the_parent_stops(tmp_path):
     assert (tmp_path / "slow.log").read_text() == "up\nsaved\n"
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_a_sweep_unless_nohup_has_it_ignored(number):
+    before = signal.signal(number, handler := lambda *_: None)
+    try:
+        with pytest.raises(SystemExit) as caught, sweep._leaving_on_signals():
+            signal.raise_signal(number)
+        assert caught.value.code == 128 + number
+        assert signal.signal(number, signal.SIG_IGN) is handler
+        with sweep._leaving_on_signals():
+            signal.raise_signal(number)
+    finally:
+        signal.signal(number, before)
+
+
 @pytest.mark.slow
 def test_a_sweep_that_is_asked_to_end_ends_its_runs(tmp_path):
     (tmp_path / "train.py").write_text(
@@ -326,6 +341,14 @@ def test_the_table_tells_how_far_every_expert_is(tmp_path, capsys):
     assert [row.done for row in sweep.progress(tmp_path)] == [False, False]
     with pytest.raises(ValueError, match="holds no run"):
         sweep.progress(tmp_path / "smat-seed0" / "base" / "none")
+
+
+def test_the_runs_of_others_need_not_be_writable(tmp_path, monkeypatch, capsys):
+    checkpoint.save_expert(tmp_path / "ft" / "rot90", {"w": torch.zeros(1)}, {"kind": "expert"})
+    monkeypatch.setattr(os, "access", lambda place, mode: not mode & os.W_OK)
+    monkeypatch.setattr(sys, "argv", ["train.py", "status", str(tmp_path)])
+    cli.run("train.py", print, Sweep, description=None, commands={"status": (sweep.status, Status)})
+    assert "rot90" in capsys.readouterr().out
 
 
 def test_runs_of_other_tasks_are_counted_by_themselves(capsys):
