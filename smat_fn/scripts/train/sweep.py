@@ -231,13 +231,13 @@ def _cell(row: Progress) -> str:
 
 
 def _last(log: Path) -> dict[str, Any]:
-    """The last whole line with a step: a line may be half written."""
-    for line in reversed(log.read_text(encoding="utf-8").splitlines()):
+    """The last whole line with a step: a line may be half written, or damaged."""
+    for line in reversed(log.read_text(encoding="utf-8", errors="replace").splitlines()):
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
             continue
-        if "step" in row:
+        if isinstance(row, dict) and "step" in row:
             return row
     return {}
 

@@ -330,7 +330,7 @@ def test_the_table_tells_how_far_every_expert_is(tmp_path, capsys):
     checkpoint.save_expert(run / "rot90", {"w": torch.zeros(1)}, {"kind": "expert"})
     checkpoint.save_expert(run / "base", {"w": torch.zeros(1)}, {"kind": "base"})
     (run / "rot90.log.jsonl").write_text('{"step": 399, "loss": 0.5}\n')
-    (run / "mirror.log.jsonl").write_text('{"step": 6, "loss": 0.25}\n{"step": 7, "lo')
+    (run / "mirror.log.jsonl").write_bytes(b'{"step": 6, "loss": 0.25}\n5\n\xff\n{"step": 7, "lo')
     rows = sweep.progress(tmp_path)
     assert [row[1:4] for row in rows] == [("mirror", False, 6), ("rot90", True, 399)]
     sweep.status(Status(tmp_path))
