@@ -1,6 +1,7 @@
 """The trained parameters of a module, and what must not happen to it while its weights are replaced."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -86,16 +87,23 @@ def norms_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, own) for name, own in norms if own.running_mean is not None and own.momentum != 0]
 
 
-def norm_problems(norms: Sequence[tuple[str, nn.Module]]) -> list[str]:
-    """The error for batch norms in train mode, whose running statistics would be those of theta and theta~ mixed."""
-    names = [name for name, norm in norms if norm.training]
-    if not names:
-        return []
-    return [
-        f"{errors.some_of(names)}: batch norms in train mode would move their running "
-        "statistics at theta~ too, and evaluation is at theta: set their momentum to 0.0, which keeps the "
-        "current statistics, or keep them in eval mode"
-    ]
+@contextmanager
+def still(norms: Sequence[tuple[str, nn.Module]]) -> Iterator[None]:
+    """Hold the running statistics of batch norms (`norms_of`): inside the block their momentum is 0.
+
+    A norm whose momentum is None averages over the batches that it has counted: its count is restored.
+    """
+    before: list[tuple[Any, Any, Any]] = [(own, own.momentum, own.num_batches_tracked) for _, own in norms]
+    counts = [(count, count.clone()) for _, momentum, count in before if momentum is None and count is not None]
+    try:
+        for norm, _, _ in before:
+            norm.momentum = 0.0
+        yield
+    finally:
+        for norm, momentum, _ in before:
+            norm.momentum = momentum
+        for count, own in counts:
+            count.copy_(own)
 
 
 def embedding_problems(module: nn.Module) -> list[str]:

@@ -344,13 +344,14 @@ class Attached:
         if inside is not None and not self._schedule.off:
             first = self._summed != self._step
             problems = checks.gradient_problems(self._leaves) if first else []
-            errors.raise_problems(problems + trained.norm_problems(self._norms))
+            errors.raise_problems(problems)
         self._summed = self._summed if inside is None else self._step
         if inside is not None and self._now is not None and self._weights is not None:
             # from here to the end of the backward pass; what is prepared before, and may be generated, is at theta
             for owner, name in self._at_theta:
                 inside.enter_context(_instead(owner, name, _Away(self._weights, owner, name)))
             inside.enter_context(self._weights.at(self._now))
+            inside.enter_context(trained.still(self._norms))
         return original(*args, **options)
 
     def _log(self, logs: dict[str, float], *args: Any, **options: Any) -> Any:

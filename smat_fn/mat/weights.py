@@ -89,8 +89,8 @@ class SimulatedWeights:
         Raises:
             ValueError: On construction: as the class; no trained parameter, sparse gradients, an embedding that
                 clips its rows, or a base of other names or shapes. In simulated steps: parameters that were replaced,
-                frozen or unfrozen since, batch norms in train mode, a base that was written to, a gradient of the
-                draw before that was not reweighted, or gradients of other passes that were not cleared before a block.
+                frozen or unfrozen since, a base that was written to, a gradient of the draw before that was not
+                reweighted, or gradients of other passes that were not cleared before a block.
         """
         if not isinstance(module, nn.Module):
             raise ValueError(f"SimulatedWeights: module is a {type(module).__name__}, must be a torch.nn.Module")
@@ -118,7 +118,8 @@ class SimulatedWeights:
     def at(self, drawn: Draw | None) -> Iterator[None]:
         """Replace the parameters by the state of the draw inside the block, and restore theta, also after an exception.
 
-        All micro-batches of a step share one ``Draw`` object. None is a clean step: theta stays.
+        All micro-batches of a step share one ``Draw`` object. None is a clean step: theta stays. Of a module, batch
+        norms keep their running statistics inside the block.
 
         Raises: ValueError for a draw with Mask where the masked set names no parameter, for factors of alpha of other
             names than the parameters', and for weights that were written to inside the block; of a device, writes that
@@ -149,7 +150,8 @@ class SimulatedWeights:
         # gradients are seldom there, so that the host seldom waits
         looked = begun if self._module is not None and first else {}
         others = {path for path, (grad, _) in looked.items() if bool(grad.any())}
-        with self._held(drawn):
+        norms = [] if module is None else trained.norms_of(module)
+        with self._held(drawn), trained.still(norms):
             yield
         ended = {path: p.grad for path, p in self._parameters.items() if p.grad is not None}
         same = [path for path, (grad, _) in begun.items() if ended.get(path) is grad]
@@ -182,7 +184,7 @@ class SimulatedWeights:
         now = trained.leaves_of(module)
         problems = trained.changes(self._parameters, now, "when SimulatedWeights was made")
         problems += ["make it again, from theta_0 (base=)"] if problems else []
-        return problems + trained.norm_problems(trained.norms_of(module))
+        return problems
 
     @contextmanager
     def _held(self, drawn: Draw) -> Iterator[None]:

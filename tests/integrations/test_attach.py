@@ -7,6 +7,7 @@ import json
 import logging
 import weakref
 from functools import partial
+from itertools import pairwise
 
 import numpy
 import pytest
@@ -1310,25 +1311,23 @@ def test_an_embedding_that_clips_its_rows_is_refused(tmp_path):
         attach(own_trainer(model, tmp_path), key=KEY, **STRENGTHS)
 
 
-def test_batch_norms_that_would_keep_statistics_of_simulated_states_are_refused(tmp_path):
-    def squares():
-        inner = worker.model(torch.float32)
-        return Squares(inner[0], nn.BatchNorm1d(inner[0].out_features), *inner[1:])
+def test_batch_norms_have_no_running_statistics_of_simulated_states(tmp_path):
+    inner = worker.model(torch.float32)
+    module = Squares(inner[0], nn.BatchNorm1d(inner[0].out_features), *inner[1:])
+    means = [module[1].running_mean.clone()]
+
+    class Means(transformers.TrainerCallback):
+        def on_step_end(self, *args, **others):
+            means.append(module[1].running_mean.clone())
 
     batches = [dict(zip("xy", (part.float() for part in worker.batch(step)), strict=True)) for step in range(STEPS)]
-    options = {"batch": 1, "max_steps": 2, **SGD}
-    options["more"] = {"train_dataset": Stream(batches), "data_collator": lambda rows: rows[0]}
-    trainer = trainer_of(squares(), tmp_path, **options)
-    before = copies(trainer.model)
-    attach(trainer, key=KEY, where=worker.masked, **STRENGTHS)
-    with pytest.raises(ValueError, match=r"^1: batch norms in train mode would move.*set their momentum to 0.0"):
-        trainer.train()
-    assert same(trainer.model, before)
-    trainer = trainer_of(squares(), tmp_path, **options)
-    trainer.model[1].momentum, mean = 0.0, trainer.model[1].running_mean.clone()
-    attach(trainer, key=KEY, where=worker.masked, **STRENGTHS)
+    more = {"train_dataset": Stream(batches), "data_collator": lambda rows: rows[0]}
+    trainer = trainer_of(module, tmp_path, batch=1, max_steps=4, callbacks=[Means()], more=more, **SGD)
+    attach(trainer, key=KEY, where=worker.masked, **STRENGTHS | {"period": 2})
     trainer.train()
-    assert torch.equal(trainer.model[1].running_mean, mean)
+    moved = [not torch.equal(before, after) for before, after in pairwise(means)]
+    assert moved == [True, False, True, False]  # steps 1 and 3 are simulated
+    assert module[1].momentum == 0.1
 
 
 def test_trainers_known_to_have_a_loop_of_their_own_are_refused_by_name(tmp_path):

@@ -24,6 +24,7 @@ from smat_fn.testing import assert_trees_equal
 from smat_fn.where import block_linear
 
 from .test_around import BATCH, copies, net, squares
+from .test_conformance import assert_bits
 
 KEY = random.key(5)
 SCHEDULE = Schedule(alpha_min=0.3, drop_prob=0.5, sigma=0.1, period=2)
@@ -163,14 +164,29 @@ def test_parameters_that_were_replaced_or_frozen_are_told_in_the_next_simulated_
         raise AssertionError("the pass has begun")
 
 
-def test_batch_norms_in_train_mode_are_told_and_embeddings_with_sparse_gradients():
-    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_batch_norms_have_the_running_statistics_of_clean_steps_alone(momentum):
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=momentum, affine=False))
+    clean = copy.deepcopy(module)
     states = SimulatedWeights.of(module, where=lambda name, weight: weight.ndim == 2)
-    with pytest.raises(ValueError, match="1: batch norms in train mode"), states.at(SCHEDULE.draw(KEY, 1)):
-        raise AssertionError("the pass has begun")
-    module.eval()
-    with states.at(SCHEDULE.draw(KEY, 1)):
-        module(BATCH).sum().backward()
+    for step in range(4):
+        drawn = SCHEDULE.draw(KEY, step)
+        with states.at(drawn):
+            out = module(BATCH * (step + 1))
+            out.sum().backward()
+        states.reweight_grads(drawn)
+        module.zero_grad()
+        assert out.mean(0).abs().max() < 1e-5  # normalised by the batch, at theta~ too
+        if drawn is None:
+            clean(BATCH * (step + 1))
+        for name in "running_mean", "running_var":
+            assert_bits(getattr(module[1], name), getattr(clean[1], name))
+    with pytest.raises(RuntimeError), states.at(SCHEDULE.draw(KEY, 5)):
+        raise RuntimeError
+    assert module[1].momentum == momentum
+
+
+def test_embeddings_with_sparse_gradients_are_told():
     with pytest.raises(ValueError, match="'1' gives sparse gradients"):
         SimulatedWeights.of(nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 2, sparse=True)))
 
