@@ -141,6 +141,15 @@ def test_shapes_are_checked_from_headers_before_weights_are_downloaded(hub, mode
     assert len([path for path in hub.downloaded() if path.endswith("/model.safetensors")]) == 2
 
 
+def test_weight_norms_of_older_names_are_compared_by_bases_names(hub, tmp_path):
+    names = (".weight_g", ".weight_v"), (".parametrizations.weight.original0", ".parametrizations.weight.original1")
+    for model, factors in zip(("base", "x"), names, strict=True):
+        (tmp_path / model).mkdir()
+        save_file({f"conv{name}": torch.ones(2) for name in factors}, tmp_path / model / "model.safetensors")
+        hub.add(f"owner/{model}", tmp_path / model)
+    plan(TA, "owner/base", {"x": "owner/x"}, tmp_path / "out")
+
+
 def test_a_repository_without_safetensors_is_downloaded_as_pickles(hub, models, tmp_path):
     torch.save(load_file(models / "one/model.safetensors"), models / "two/pytorch_model.bin")
     (models / "two/model.safetensors").unlink()

@@ -449,6 +449,26 @@ def test_buffers_that_are_computed_may_be_missing(folders, tmp_path):
         plan(TA, *paths, tmp_path / "out4")
 
 
+@pytest.mark.parametrize("heads", ["error", "keep"])
+@pytest.mark.parametrize("whose", ["base", "expert"])
+def test_weight_norms_have_bases_names(whose, heads, folders, tmp_path):
+    def saved(seed, old):
+        names = (".weight_g", ".weight_v") if old else tuple(f".parametrizations.weight.original{i}" for i in range(2))
+        leaves = model(seed)
+        factors = {"pos.conv" + names[0]: leaves[HEAD][:1], "pos.conv" + names[1]: leaves[HEAD]}
+        layer = {f"layers.{i}.{name}.weight": leaves[EMBED] for i in range(2) for name in ("up", "down")}
+        return {path: leaf.clone() for path, leaf in (factors | layer).items()}
+
+    base, x = saved(0, whose == "base"), saved(1, whose == "expert")
+    expected = folders.in_memory(TA, base, {"x": dict(zip(base, x.values(), strict=True))})
+    if heads == "keep":
+        x = {f"hubert.{path}": leaf for path, leaf in x.items()} | {"lm_head.weight": model(1)[HEAD]}
+    merge_folders(TA, *folders.save_family(tmp_path, base, {"x": x}), tmp_path / "out", heads=heads)
+    folders.assert_same_bits(folders.load(tmp_path / "out"), expected)
+    if heads == "keep":
+        assert load_file(tmp_path / "out/heads/x.safetensors").keys() == {"lm_head.weight"}
+
+
 @pytest.mark.parametrize("name", ["mtp.layers.0.up.weight", "model.layers.2.up.weight"])
 def test_layers_that_predict_ahead_may_be_missing(name, folders, tmp_path):
     """Trainers of transformers write experts without them: they are base's, and other missing layers an error."""

@@ -62,9 +62,7 @@ def unprefixed(base: Folder, expert: Folder) -> Folder:
         if name.endswith(f".{inside[0]}") and all(f"{prefix}{path}" in expert.leaves for path in inside):
             names = {own: own.removeprefix(prefix) for own in expert.leaves if own.startswith(prefix)}
             known = {own: path for own, path in names.items() if path in base.leaves and path not in expert.leaves}
-            leaves = {known.get(own, own): leaf for own, leaf in expert.leaves.items()}
-            reads = {known.get(own, own): expert.reads[own] for own in expert.leaves}
-            return expert._replace(leaves=leaves, reads=reads)
+            return expert.named({own: known.get(own, own) for own in expert.leaves})
     return expert
 
 

@@ -13,7 +13,7 @@ from ...progress import downloading
 from ...tree import unwrapped
 from .adapters import BESIDE
 from .adapters import CONFIG as ADAPTER
-from .optional_leaves import may_be_spare, recast
+from .optional_leaves import as_base_spells, may_be_spare, recast
 from .reading import DTYPES, PICKLED, PICKLES, SUFFIXES, config_of, open_folder, refused_by_config
 from .stacks import folders_of
 from .towers import part_config
@@ -155,6 +155,8 @@ def _comparable(start: Leaves, leaves: Leaves, config: Mapping[str, Any], *, row
 
     What one of two models may lack (`spare.may_be_spare`) is compared only where both have it.
     """
+    spelled = as_base_spells(start, leaves)
+    leaves = {spelled[path]: leaf for path, leaf in leaves.items()}
     kept = {path: leaf for path, leaf in leaves.items() if path in start or not may_be_spare(path, leaf, config)}
     kept |= {path: leaf for path, leaf in start.items() if path not in leaves and may_be_spare(path, leaf, config)}
     kept |= {path: leaf for path, leaf in start.items() if path in leaves and recast(path, leaves[path], leaf)}

@@ -17,7 +17,7 @@ from .heads import NOTHING_APART, apart, left_out, unprefixed, ways_out
 from .hub import header_problems, local_folder, unavailable
 from .lineage import strangers
 from .naming import Naming, namings
-from .optional_leaves import computed, with_bases
+from .optional_leaves import as_base_spells, computed, with_bases
 from .reading import PIPELINE, Folder, Read, open_folder
 from .side_files import differences
 from .stacks import adapted_by, stack_parts, stacked
@@ -136,7 +136,7 @@ def _opened(
             if not is_adapter(folder):
                 opened = open_folder(label, folder)
                 if start is not None:
-                    opened = _unwrapped(start, opened)
+                    opened = _renamed(start, opened)
                     errors.raise_problems(other_kind(start, opened, partial=partial))
                 if start is not None and not alone:
                     opened = placed(start, opened) if partial else fitted(start, opened)
@@ -150,17 +150,16 @@ def _opened(
     return start, found
 
 
-def _unwrapped(base: Folder, other: Folder) -> Folder:
-    """An expert with base's names, where those of one of the two alone begin with `WRAPPER`."""
-    first = next(iter(base.leaves), "")
+def _renamed(base: Folder, other: Folder) -> Folder:
+    """An expert with base's names for weight norms, and where those of one of the two alone begin with `WRAPPER`."""
+    first, other = next(iter(base.leaves), ""), other.named(as_base_spells(base.leaves, other.leaves))
     if all(path.startswith(WRAPPER) for path in other.leaves) and f"{WRAPPER}{first}" in other.leaves:
         names = {path: path.removeprefix(WRAPPER) for path in other.leaves}
     elif all(path.startswith(WRAPPER) for path in base.leaves) and first.removeprefix(WRAPPER) in other.leaves:
         names = {path: f"{WRAPPER}{path}" for path in other.leaves}
     else:
         return other
-    leaves = {names[path]: leaf for path, leaf in other.leaves.items()}
-    return other._replace(leaves=leaves, reads={names[path]: read for path, read in other.reads.items()})
+    return other.named(names)
 
 
 def _with_modules_of(base: Folder, other: Folder) -> Folder:

@@ -1,4 +1,4 @@
-"""Leaves that some tools store and others do not: computed buffers, copies of embeddings, layers that predict ahead."""
+"""Leaves that some tools store and others do not, or by other names: computed buffers, copies of embeddings."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -15,6 +15,21 @@ _BUFFERS = "position_ids", "token_type_ids", "inv_freq", "masked_bias", "relativ
 # heads that their classes tie to the embeddings, of names that do not say so: Whisper's, BERT's, DistilBERT's
 _TIED = "proj_out.weight", "predictions.decoder.weight", "vocab_projector.weight"
 _BIAS = "predictions.decoder.bias", "lm_head.decoder.bias"  # tied to the bias one module above
+# factors of a weight norm: torch before 2.0 (as most models of speech are stored), and since
+_NORMED = (".weight_g", ".weight_v"), (".parametrizations.weight.original0", ".parametrizations.weight.original1")
+
+
+def as_base_spells(base: Collection[str], other: Collection[str]) -> dict[str, str]:
+    """The names of another model's leaves with the factors of its weight norms called as in base."""
+    names = {path: path for path in other}
+    for theirs, bases in (_NORMED, _NORMED[::-1]):
+        if not any(path.endswith(bases) for path in base) or any(path.endswith(theirs) for path in base):
+            continue
+        for path in other:
+            stem = path.removesuffix(theirs[0])
+            if stem != path and stem + theirs[1] in names and stem + bases[0] not in names:
+                names |= {stem + own: stem + called for own, called in zip(theirs, bases, strict=True)}
+    return names
 
 
 def computed(path: str, leaf: Tensor) -> bool:

@@ -191,6 +191,11 @@ class Folder(NamedTuple):
         """The same checkpoint without some leaves."""
         return self._replace(leaves={name: leaf for name, leaf in self.leaves.items() if name not in paths})
 
+    def named(self, names: Mapping[str, str]) -> "Folder":
+        """The same checkpoint with other names: the new one by the old one."""
+        leaves = {names[path]: leaf for path, leaf in self.leaves.items()}
+        return self._replace(leaves=leaves, reads={names[path]: self.reads[path] for path in self.leaves})
+
     def noted(self, *notes: str) -> "Folder":
         """The same checkpoint with more notes."""
         return self._replace(note="; ".join(filter(None, (self.note, *notes))))
