@@ -90,7 +90,7 @@ def test_a_pipeline_is_merged_component_by_component(tmp_path):
     files = {str(file.relative_to(tmp_path / "out")) for file in (tmp_path / "out").rglob("*") if file.is_file()}
     assert files == {str(file.relative_to(base)) for file in base.rglob("*") if file.is_file()} | {"manifest.json"}
     (two / "unet/diffusion_pytorch_model.safetensors").rename(two / "unet/diffusion_pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"unet holds its weights in diffusion_pytorch_model.bin, of a pipeline only"):
+    with pytest.raises(ValueError, match=r"unet holds its weights in diffusion_pytorch_model.bin, but those of a comp"):
         plan(TA, base, {"two": two}, tmp_path / "none")
 
 
@@ -195,7 +195,8 @@ def test_modules_of_a_router_and_of_a_folder_without_weights_of_its_own_are_merg
     file = two / "0_Transformer/model.safetensors"
     file.rename(file.with_name("openvino.safetensors"))
     with pytest.raises(
-        ValueError, match=r"0_Transformer holds its weights in openvino.safetensors, of sentence-transf"
+        ValueError,
+        match=r"0_Transformer holds its weights in openvino.safetensors, but those of a module",
     ):
         plan(TA, base, {"two": two}, tmp_path / "none")
 

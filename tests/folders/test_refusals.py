@@ -99,7 +99,7 @@ def test_an_index_that_is_none(text, inputs, tmp_path):
         ("model.pt", "holds pickled weights under the name model.pt: give this file if it is a state dict, or save"),
         ("llama.Q4_K.gguf", "holds a GGUF file (llama.Q4_K.gguf), whose weights are quantised"),
         ("sdxl.safetensors", "holds weights under the name sdxl.safetensors: give this file"),
-        ("pytorch_lora_weights.safetensors", "holds an adapter of diffusers: fuse it into its pipeline"),
+        ("pytorch_lora_weights.safetensors", "holds an adapter of diffusers: fuse it into its pipeline (load_lora"),
         ("notes.txt", "holds neither model.safetensors nor model.safetensors.index.json: give the folder"),
         ("training_args.bin", "holds neither model.safetensors nor model.safetensors.index.json: give the folder"),
         ("checkpoint-9/model.safetensors", "holds no weights, but its folders checkpoint-9 do: give one of them"),

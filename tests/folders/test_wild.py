@@ -525,6 +525,9 @@ def test_leaves_that_differ_come_with_a_way_out(folders, tmp_path):
     wide = base | {"norm.weight": torch.ones(3)}
     with pytest.raises(ValueError, match="outside the layers: if they are heads, pass `heads='keep'`"):
         plan(TA, paths[0], {"head": folders.save(tmp_path / "wide", wide)}, tmp_path / "out")
+    wrapped = {"model.layers.0.up.base_layer.weight": torch.ones(2, 2), "norm.weight": torch.ones(2)}
+    with pytest.raises(ValueError, match=r"\*\.base_layer\.\* are layers in which an adapter is loaded: save"):
+        plan(TA, paths[0], {"lora": folders.save(tmp_path / "lora", wrapped)}, tmp_path / "out")
     numbered = {"classifier.1.weight": torch.ones(3, 2)}  # of ResNet, in an nn.Sequential
     other = {"other": folders.save(tmp_path / "other", base | {"classifier.1.weight": torch.zeros(5, 2)})}
     merge_folders(TA, folders.save(tmp_path / "resnet", base | numbered), other, tmp_path / "kept", heads="keep")

@@ -333,7 +333,9 @@ def _opened(label: str, path: Path, *, whole: bool = False) -> tuple[dict[str, A
             f"{label}: {path} is not a folder: give the folder of a LoRA adapter, or a hub name owner/name"
         )
     if not (path / CONFIG).is_file():
-        raise ValueError(f"{label}: {path} holds no {CONFIG}: give the folder of a LoRA adapter, or download it again")
+        of_diffusers = any(path.glob("pytorch_lora_weights.*"))
+        what = f"holds no {CONFIG}: give the folder of a LoRA adapter, or download it again"
+        raise ValueError(f"{label}: {path} {foreign(path) if of_diffusers else what}")
     try:
         config = checkpoint.read_json(path / CONFIG)
         file = weights_of(path)

@@ -19,6 +19,7 @@ NOTHING_APART = (
     "`heads='keep'` keeps nothing: all parameters of the experts are base's, with base's shapes, and are merged. Leave "
     "it out; a head that is not to be merged gets the coefficient 0, as by `coef={'classifier.*': 0}`, and is base's"
 )
+_WRAPPED = ".base_layer."  # of PEFT
 _HEAD = re.compile(r"(^|[._])(heads?|classifiers?|predictors?)\.$")  # as `smat_fn.where` knows them
 
 
@@ -72,6 +73,11 @@ def ways_out(base: Folder, experts: Mapping[str, Folder]) -> list[str]:
     names = {path for folder in experts.values() for path in folder.leaves.keys() ^ base.leaves.keys()}
     if names and all(path.startswith(EMA) for path in names):
         return [f"{EMA}* are averages over training, of no use after it: remove them from the file that has them"]
+    if any(_WRAPPED in path for path in names):
+        return [
+            f"*{_WRAPPED}* are layers in which an adapter is loaded: save the model after merge_and_unload (PEFT), or "
+            "after fuse_lora and unload_lora_weights (diffusers)"
+        ]
     for folder in experts.values():
         lacking = {path.partition(".")[0] for path in base.leaves if path not in folder.leaves}
         own = {path.partition(".")[0] for path in folder.leaves}

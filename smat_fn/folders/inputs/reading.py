@@ -366,12 +366,16 @@ def _files(label: str, path: Path, problems: list[str], whole: Collection[Path])
         others = {
             file.parent: file for own in module_folders(path) for kind in kinds for file in sorted(own.glob(kind))
         }
-        what = f"a pipeline only {DIFFUSION}" if piped else f"sentence-transformers only {PICKLED}"
+        read = f"{WEIGHTS}, {DIFFUSION if piped else PICKLED}"
+        kind = "component of a pipeline" if piped else "module of sentence-transformers"
+        loaded = "DiffusionPipeline.from_pretrained, for *.fp16.* with variant='fp16'; save_pretrained"
+        again = f"load the pipeline and save it again ({loaded})" if piped else "save it again"
+        unread = [file for folder, file in others.items() if folder not in whole]
+        also = f" (also {some_of(file.parent.name for file in unread[1:])})" if unread[1:] else ""
         problems += [
-            f"{label}: {folder} holds its weights in {file.name}, of {what} or {WEIGHTS} of each component, or their "
-            "shards with an index, is read: save it again, or merge it as a folder of its own"
-            for folder, file in others.items()
-            if folder not in whole
+            f"{label}: {file.parent} holds its weights in {file.name}{also}, but those of a {kind} must be in "
+            f"{read} or shards with an index: {again}"
+            for file in unread[:1]
         ]
     else:
         problems.append(f"{label}: {path} {foreign(path)}")
@@ -454,7 +458,10 @@ def foreign(path: Path, only: str = "*") -> str:
     if "adapters.safetensors" in names and "adapter_config.json" in names:
         return "holds an adapter of MLX (adapters.safetensors): write its whole model by mlx_lm.fuse, and give that"
     if any(fnmatch(name, "pytorch_lora_weights.*") for name in names):
-        return "holds an adapter of diffusers: fuse it into its pipeline (fuse_lora, save_pretrained), and give that"
+        return (
+            "holds an adapter of diffusers: fuse it into its pipeline (load_lora_weights, fuse_lora, "
+            "unload_lora_weights, save_pretrained), and give that"
+        )
     if "adapter_config.json" in names:
         return "holds the configuration of an adapter and no adapter_model.safetensors: copy or download it again"
     if only.endswith(SUFFIXES + PICKLES):
