@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import checkpoint, errors, random
-from ..errors import check_member, count_problem, flag_problems, problems_of
+from ..errors import check_member, count_problem, flag_problems, problems_of, some_of
 from ..merge.parts.coefs import Rules, coefs_of, matches
 from ..merge.parts.inputs import coef_problems, of_two_dtypes
 from ..merge.parts.merger import Merger
@@ -30,6 +30,7 @@ from .streaming.chunks import Job, target, unlike, usual_chunk, written
 from .writing import Shard, layout
 
 OutDtype: TypeAlias = Literal["same", "float32", "bfloat16", "float16", "float64"]
+_COUNT = "num_batches_tracked"  # of batch norms
 _OUT: dict[str, torch.dtype | None] = {
     "same": None,
     "float64": torch.float64,
@@ -179,7 +180,14 @@ def _base_notes(
     own = [name for name, path in experts.items() if os.path.realpath(path) == os.path.realpath(base)]
     notes = [f"expert {name!r} is base itself: its task vector is 0" for name in own]
     differing = unlike(start, (start, *found.values()), chunk)
-    apart = {path for path in differing if not path.endswith("num_batches_tracked")}  # of every training
+    counts = {path for path in differing if path.endswith(_COUNT)}  # of every training
+    norms = [path.removesuffix(f".{_COUNT}") for path in sorted(counts)]
+    if norms := [repr(norm) for norm in norms if f"{norm}.running_var" in start.leaves]:
+        notes.append(
+            f"running statistics of batch norms ({some_of(norms)}) are not those of the merged "
+            "model, however they are merged: compute them again on training data (torch.optim.swa_utils.update_bn)"
+        )
+    apart = differing - counts
     return notes + ([buffers_note(apart, "differs from base's in an expert")] if apart else [])
 
 

@@ -237,6 +237,16 @@ def test_buffers_that_no_merger_changes_are_told_where_they_differ(family, folde
     assert plan(TA, inputs[0], dict([*inputs[1].items()][:1]), tmp_path / "out").notes == ()
 
 
+def test_batch_norms_whose_statistics_are_of_other_models_are_told(family, folders, tmp_path):
+    base, experts = family(count=2)
+    base |= {"bn.num_batches_tracked": torch.tensor(1), "bn.running_var": torch.ones(2)}
+    same = {name: expert | base for name, expert in experts.items()}
+    assert plan(TA, *folders.save_family(tmp_path / "frozen", base, same), tmp_path / "out").notes == ()
+    same["other"] = base | {"bn.num_batches_tracked": torch.tensor(2)}
+    (note,) = plan(TA, *folders.save_family(tmp_path / "moved", base, same), tmp_path / "out").notes
+    assert note.startswith("running statistics of batch norms ('bn') are not those of the merged model")
+
+
 def test_globs_that_skip_nothing_are_told(family, folders, tmp_path):
     config = TsvMerge(coef=1.0, skip=("*matri*", "*matrx*"))
     notes = plan(config, *folders.save_family(tmp_path, *family(count=2)), tmp_path / "out").notes

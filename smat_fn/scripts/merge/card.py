@@ -3,13 +3,14 @@
 import math
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
 
 from ...errors import printable
 from ...folders.inputs.hub import local_folder
+from ...folders.inputs.reading import DIFFUSION, DIFFUSION_INDEX, PIPELINE
 from ...folders.inputs.stacks import folders_of
 from ...merge import RANDOM
 from ..recipes.places import folder_name
@@ -258,7 +259,10 @@ def _text(given: str) -> str:
 
 
 def _library(manifest: Mapping[str, Any]) -> str:
-    return "transformers" if "config.json" in manifest.get("files", ()) else "smat_fn"
+    files = manifest.get("files", ())
+    if any(PurePosixPath(file).name in (PIPELINE, DIFFUSION, DIFFUSION_INDEX) for file in files):
+        return "diffusers"
+    return "transformers" if "config.json" in files else "smat_fn"
 
 
 def _search(manifest: Mapping[str, Any]) -> list[str]:

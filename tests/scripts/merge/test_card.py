@@ -71,6 +71,13 @@ def test_metadata_are_read_by_the_hubs_client_and_name_models_alone(names):
     assert all(map(takes, kept))
 
 
+def test_pipelines_of_diffusers_and_their_components_are_of_that_library():
+    files = "model_index.json", "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.safetensors.index.json"
+    for file in files:
+        text = card(MANIFEST | {"base_model": [], "files": {file: "1", "config.json": "2"}})
+        assert ModelCard(text).data.library_name == "diffusers"
+
+
 def test_the_license_is_that_of_the_base_and_other_ones_are_named(tmp_path):
     several = ["mit", "cc-by-4.0"]
     own = {"license": "other", "license_name": "llama3.2", "license_link": "https://x.y/z"}
