@@ -7,13 +7,18 @@ import pytest
 from smat_fn.errors import (
     Problems,
     all_at_once,
+    and_more,
     check_member,
     collected,
+    count_problem,
     first_line,
+    name_rows,
     printable,
     problems_of,
     raise_problems,
+    some_of,
     suggestion,
+    takes,
 )
 
 
@@ -57,11 +62,33 @@ def test_of_many_problems_every_kind_is_said():
 def test_a_mistyped_name_is_suggested():
     assert suggestion("samt", ["ft", "smat"]) == ", did you mean 'smat'?"
     assert suggestion("tsv", ["svc", "tsv_merge"]) == ", did you mean 'tsv_merge'?"
-    assert suggestion("zebra", ["ft", "smat"]) == ""
+    assert suggestion("zebra", ["ft", "smat"]) == suggestion("s", ["ft", "smat"]) == ""
     with pytest.raises(ValueError, match=r"task 'rot9' is unknown, did you mean 'rot90'\? choose one of 'rot90', 'mir"):
         check_member("task", "rot9", ["rot90", "mirror"])
     with pytest.raises(ValueError, match="task 'x' is unknown, choose one of 'rot90'"):
         check_member("task", "x", ["rot90"])
+
+
+def test_lists_end_with_the_number_of_the_others():
+    letters = "abcdefghijklm"
+    assert some_of(letters[:12]) == ", ".join(letters[:12])
+    assert some_of(letters) == "a, b, c, d, e, f, 7 more"
+    assert (and_more("ab", 2), and_more("abc", 2)) == ("a, b", "a, b and 1 more")
+    assert [name_rows([3]), name_rows([3, 5])] == ["row 3", "rows 3 and 5"]
+    assert name_rows(range(10)) == "rows 0, 1, 2, 3, 4, 5, 6, 7, 8 and 9"
+    assert name_rows(range(12)) == "rows 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more"
+
+
+def test_a_bool_is_no_count():
+    assert count_problem("period", 1) == []
+    for bad in (True, 1.0, 0):
+        assert count_problem("period", bad) == [f"period is {bad!r}, must be an integer of at least 1"]
+
+
+def test_a_function_takes_arguments_unless_it_says_otherwise():
+    assert takes(lambda a, *, b: 0, 1, b=2)
+    assert not takes(lambda a: 0, 2)
+    assert takes(dict, 1)  # whose signature nothing says
 
 
 @pytest.mark.parametrize(

@@ -148,9 +148,13 @@ def test_a_recurrent_model_answers_as_if_it_read_all_anew(kind, tokenizer):
     ("kind", "other", "alike"),
     [pytest.param("MiniMax", "linear_attention", True, marks=pytest.mark.slow), ("Lfm2", "conv", False)],
 )
-def test_rows_of_two_lengths_are_decoded_together_unless_that_changes_answers(kind, other, alike, tokenizer):
+def test_rows_of_two_lengths_are_decoded_together_unless_that_changes_answers(
+    kind, other, alike, tokenizer, monkeypatch
+):
     import transformers as hf
 
+    tried, reads = [], decoding._reads_padding
+    monkeypatch.setattr(decoding, "_reads_padding", lambda *args: tried.append([*map(len, args[1:])]) or reads(*args))
     torch.manual_seed(0)
     sizes = {
         "hidden_size": 16,
@@ -178,6 +182,7 @@ def test_rows_of_two_lengths_are_decoded_together_unless_that_changes_answers(ki
     ):
         got = together(PROMPTS, Decoding(6), seed=0)
     assert got == alone(PROMPTS, Decoding(6), seed=0)
+    assert tried == [[2, 11]] * 2  # tokens of a shortest and a longest prompt, once a generator
     assert all(mask.all() for mask in masks[4:]) is alike  # after the four calls that find it out
     assert len(set(got)) > 3
 
@@ -390,6 +395,17 @@ def test_logits_that_are_nan_are_an_error(dtype, way, tokenizer):
     told = f"the logits of 2 of 2 prompts are NaN: the weights overflow in {dtype}, choose a smaller coefficient{way}"
     with pytest.raises(ValueError, match=told):
         generator(ModuleLoss(module, None), tokenizer, broken)(["a", "b"], Decoding(2), 0)
+
+
+def test_logits_that_are_nan_at_one_step_are_an_error(module, tokenizer):
+    def overflows(own, args, out):
+        if len(own.widths) == 2:
+            out.logits[:1] = math.nan
+
+    talk = Recorder(module, {})
+    talk.register_forward_hook(overflows)
+    with pytest.raises(ValueError, match="the logits of 1 of 2 prompts are NaN"):
+        generator(ModuleLoss(talk, None), tokenizer, {})(["a", "b"], Decoding(4), 0)
 
 
 def test_bad_input_is_told_before_any_work(module, make):

@@ -3,6 +3,7 @@
 import json
 import os
 from contextlib import nullcontext
+from functools import partial
 from itertools import islice, pairwise
 
 import numpy
@@ -37,6 +38,7 @@ from smat_fn.folders.streaming import chunks, survey
 from smat_fn.merge.parts import looped, merger
 from smat_fn.merge.parts import looped_ranks as ranks
 from smat_fn.merge.parts.looped import sources
+from smat_fn.merge.ties import ties_density
 
 SHAPES = {"large": (37, 1031), "rows": (9, 300), "short": (50, 7), "edge": (3, 1024), "vector": (2049,), "one": ()}
 CONFIGS = {
@@ -236,6 +238,13 @@ def test_rounding_is_told_as_by_torch(out_dtype, folders, tmp_path):
     assert looped.density == plain.density
 
 
+def test_the_density_that_is_told_counts_equal_magnitudes(folders, tmp_path):
+    base, experts = trees(DTYPES["float32"], 0.25)
+    report = merge_folders(CONFIGS["ties"], *folders.save_family(tmp_path, base, experts), tmp_path / "out")
+    assert report.density == ties_density(base, experts, keep=0.3)
+    assert report.density["x"] > 0.3
+
+
 @pytest.mark.parametrize("name", ["ties", "ties tensor", "dare", "dare_ties", "della", "breadcrumbs", "wa"])
 def test_values_that_are_not_finite_are_refused_as_by_torch(name, folders, tmp_path):
     base, experts = trees(DTYPES["bfloat16"], None)
@@ -250,14 +259,20 @@ def test_values_that_are_not_finite_are_refused_as_by_torch(name, folders, tmp_p
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize(
-    "config", [TaskArithmetic(coef=1.133), Ties(coef=1.133, keep=1.0, aggregate="sum", scope="tensor")]
-)
-def test_merged_values_beyond_the_output_are_refused(config, folders, tmp_path):
+@pytest.mark.parametrize("plain", [False, True], ids=["loops", "torch"])
+@pytest.mark.parametrize(("coef", "out_dtype"), [(1.133, "bfloat16"), (2.0, "float32")])
+@pytest.mark.parametrize("kind", [TaskArithmetic, partial(Ties, keep=1.0, aggregate="sum", scope="tensor")])
+def test_merged_values_beyond_the_output_are_refused(kind, coef, out_dtype, plain, folders, tmp_path):
     base, experts = {"w": torch.zeros(4)}, {"x": {"w": torch.tensor([3e38, 0.0, 1.0, 2.0])}}
     paths = folders.save_family(tmp_path, base, experts)
-    with pytest.raises(ValueError, match=r"exceed the range of torch\.bfloat16"):
-        merge_folders(config, *paths, tmp_path / "out", out_dtype="bfloat16")
+    refused = pytest.raises(ValueError, match=rf"exceed the range of torch\.{out_dtype}")
+    with refused, execution.off() if plain else nullcontext():
+        merge_folders(kind(coef=coef), *paths, tmp_path / "out", out_dtype=out_dtype)
+
+
+@pytest.mark.parametrize("size", [1e20, 1e-25])
+def test_squares_that_float32_does_not_hold_are_told(size):
+    assert chunks._square(torch.full((4,), size)) == pytest.approx(4 * size**2)
 
 
 def test_other_dtypes_are_left_to_torch(calls, folders, tmp_path):
@@ -367,6 +382,7 @@ def test_the_bracket_of_a_sample_holds_the_rank(alike):
         exact = numpy.partition(values, int(share * len(values)))[int(share * len(values))].view("u4")
         missed += not low <= exact <= high
     assert missed <= 1
+    assert ranks.bracket(numpy.empty((0, 16), "u4"), 0.5) == (0, 1)  # of leaves that are all shorter than a run
 
 
 @pytest.mark.parametrize("stored", ["odd address", "transposed"])

@@ -18,6 +18,7 @@ from smat_fn import (
     tree,
     value_and_grad,
 )
+from smat_fn.grad import trained
 from smat_fn.mat import smat
 from smat_fn.simulation import opposite
 from smat_fn.testing import assert_trees_equal
@@ -428,8 +429,13 @@ def test_gradients_that_an_optimizer_reads_elsewhere_are_told(name):
         states.reweight_grads(drawn)
 
 
-def test_an_embedding_that_clips_its_rows_is_told():
-    module = nn.Sequential(nn.Embedding(5, 4, max_norm=1.0), nn.Linear(4, 2))
+def test_parameters_without_coordinates_share_no_memory():
+    assert trained.weight_problems({"w": torch.empty(0)}, {"w": torch.empty(0)}) == []
+
+
+@pytest.mark.parametrize("max_norm", [1.0, 0.0])
+def test_an_embedding_that_clips_its_rows_is_told(max_norm):
+    module = nn.Sequential(nn.Embedding(5, 4, max_norm=max_norm), nn.Linear(4, 2))
     with pytest.raises(ValueError, match=r"'0' writes to its weight in the forward pass, .*: set its max_norm to None"):
         SimulatedWeights.of(module, where=block_linear)
     module[0].weight.requires_grad_(False)

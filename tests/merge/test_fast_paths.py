@@ -122,9 +122,10 @@ def test_a_norm_depends_on_no_cut(dtype):
     values = (torch.randn(100_001) * torch.linspace(-30, 3, 100_001).exp()).to(dtype)
 
     def norm(*cuts):
-        found = Norm()
+        found, room = Norm(), torch.empty_like(values)
         for start, stop in pairwise([0, *cuts, len(values)]):
-            found.add(values[start:stop])
+            found.add(room[: stop - start].copy_(values[start:stop]))
+            room.fill_(float("nan"))  # whose memory is taken again
         return found.value()
 
     whole = norm()
@@ -144,7 +145,13 @@ def test_inner_products_of_several_blocks_at_once_are_those_of_each(size, monkey
     rows[0, -5:] = 0
     each = torch.cat([products(block) for block in rows.split(arithmetic.BLOCK, 1)])
     assert torch.equal(products(rows), each)
+    assert torch.equal(products(rows[:, :9].double()), products(rows[:, :9]))
+    assert torch.equal(products(rows[:, ::2]), products(rows[:, ::2].clone()))
     one_by_one = gram(list(rows)), squares(rows.split(arithmetic.BLOCK, 1))
+    wide = rows.double()
+    torch.testing.assert_close(torch.tensor(one_by_one[0], dtype=torch.float64), wide @ wide.T, rtol=1e-12, atol=0)
+    assert one_by_one[1] == [row[i] for i, row in enumerate(one_by_one[0])]
+    assert arithmetic.step_on(rows.device) == arithmetic.BLOCK  # which a compiled loop takes
     monkeypatch.setattr(arithmetic, "step_on", lambda device: 2 * arithmetic.BLOCK)  # as on a GPU
     assert (gram(list(rows)), squares(rows.split(2 * arithmetic.BLOCK, 1))) == one_by_one
 

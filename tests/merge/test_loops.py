@@ -1,15 +1,17 @@
 """Merging in memory by compiled loops gives the bits of torch's operations, and is done where it can be."""
 
 import os
+import threading
+import time
 import weakref
-from itertools import islice
+from itertools import islice, pairwise
 
 import pytest
 import torch
 
 from smat_fn import config as of
 from smat_fn import execution, merge, random
-from smat_fn.merge.parts import looped_ranks, merger, windows
+from smat_fn.merge.parts import looped_ranks, merger, ranks, windows
 from smat_fn.merge.ties import votes_by_loops
 
 KEY = random.key(7)
@@ -124,7 +126,7 @@ def merged(name, base, experts):
 def test_equal_bits(name, threads, calls, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(looped_ranks, "SMALL", 1 << 12)
-    monkeypatch.setattr(windows.InPlace, "span", 1 << 13)
+    monkeypatch.setattr(windows.InPlace, "span", 1 << 11)
     base, experts = trees(name, 0.25 if threads == 1 else None)
     with execution.off():
         expected = merged(name, base, experts)
@@ -191,8 +193,8 @@ def test_nested_trees_and_parameters_that_require_grad(calls):
 
 
 def test_only_large_trees_outside_of_transforms_take_loops(calls, monkeypatch):
-    base, experts = ({"w": torch.randn(50)} for _ in range(2))
-    experts = {"x": experts}
+    base, *experts = ({"w": torch.randn(25), "steps": torch.arange(50)} for _ in range(3))
+    experts = dict(zip("xy", experts, strict=True))
     monkeypatch.setattr(merger, "WORTH", 50)
 
     def sizes(name):
@@ -202,11 +204,16 @@ def test_only_large_trees_outside_of_transforms_take_loops(calls, monkeypatch):
 
     assert sizes("ties")
     assert sizes("ta")
-    monkeypatch.setattr(execution, "started", lambda: False)
-    monkeypatch.setattr(merger, "STARTED", 51)
+    monkeypatch.setattr(merger, "WORTH", 51)
     assert not sizes("ties")
-    monkeypatch.setattr(merger, "WORTH", 12)  # numba is started for four times as many
+    monkeypatch.setattr(execution, "started", lambda: False)
+    monkeypatch.setattr(merger, "WORTH", 13)  # numba is started for four times as many
+    assert not sizes("ties")
+    monkeypatch.setattr(merger, "WORTH", 12)
     assert sizes("ties")
+    monkeypatch.setattr(merger, "STARTED", 50)
+    assert sizes("ta")
+    monkeypatch.setattr(merger, "STARTED", 51)
     assert not sizes("ta")
     monkeypatch.setattr(execution, "transformed", lambda: True)
     assert not sizes("ties")
@@ -214,6 +221,74 @@ def test_only_large_trees_outside_of_transforms_take_loops(calls, monkeypatch):
     monkeypatch.setattr(execution, "started", lambda: False)
     monkeypatch.setattr(execution, "_imported", lambda: pytest.fail("numba would be imported"))
     CONFIGS["ties"][0].function(base, experts, keep=0.3)
+
+
+def test_loops_read_at_even_addresses():
+    base, experts = trees()
+    where, _held = merger.InMemory(base, experts, by_loops=True).read("rows", experts)(0, 300)
+    assert base["rows"].data_ptr() % 2
+    assert not (where[:, 0] % 2).any()
+
+
+@pytest.mark.parametrize("small", [0, 1 << 15], ids=["counted", "sorted"])
+def test_orders_are_those_of_torch_and_none_of_what_is_not_finite(small, monkeypatch):
+    monkeypatch.setattr(looped_ranks, "SMALL", small)
+    monkeypatch.setattr(windows.InPlace, "span", 100)
+    loops, sizes = execution.loops(), []
+    monkeypatch.setattr(loops, "between", lambda *args, own=loops.between: sizes.append(args[1::3]) or own(*args))
+    base, expert = {"w": torch.zeros(1000)}, {"w": torch.randn(1000).mul(30).round()}
+    group = merger.InMemory(base, {"x": expert}, by_loops=True).ranks("x", ["w"])
+    magnitudes = expert["w"].abs()
+    for rank in (1, 2, 500, 999, 1000):
+        order = ranks.order_of(magnitudes, rank)
+        assert looped_ranks.orders(group, [rank]) == [order]
+        last = (magnitudes == ranks.value_of(order.bits, F)).nonzero()[-1]
+        assert looped_ranks.position(group, order.bits, order.equal) == int(last)
+    for place in (0, 999):
+        for value in (float("-inf"), float("nan")):
+            expert["w"][:], expert["w"][place] = 1.0, value
+            assert looped_ranks.orders(group, [1, 500]) is None
+    assert all(len(room) > size for size, room in sizes)  # the loop writes one beyond what it finds
+
+
+@pytest.mark.parametrize(
+    ("shape", "most", "rows", "cuts"),
+    [
+        ((37, 1031), 1, False, [0, 8192, 16384, 24576, 32768, 38147]),
+        ((12, 1024), 10_000, True, [0, 8192, 12288]),  # rows that end with blocks of 4,096
+        ((12, 1024), 4096, True, [0, 4096, 8192, 12288]),
+        ((12, 1024), 4095, True, None),
+        ((9, 300), 2700, True, [0, 2700]),
+        ((9, 300), 2699, True, None),
+    ],
+    ids=str,
+)
+def test_windows_whose_norms_are_added_begin_with_blocks(shape, most, rows, cuts):
+    tasks = windows.sums_of(lambda *cut: cut[:2], lambda cut: cut, torch.empty(shape), 10_000, most, rows=rows)
+    assert (tasks and [task() for task in tasks]) == (cuts and list(pairwise(cuts)))
+
+
+def test_threads_of_a_survey():
+    threads, started, done = windows.Threads(2), threading.Event(), []
+    assert list(threads.in_order([lambda: time.sleep(0.01) or 0, lambda: 1])) == [0, 1]
+
+    def outer():
+        return {threading.get_ident(), *threads.in_order([threading.get_ident] * 2)}
+
+    assert len(*threads.in_order([outer])) == 1  # or all of them might wait for one another
+
+    def fails():
+        assert started.wait(10)
+        raise KeyError
+
+    def runs():
+        started.set()
+        time.sleep(0.05)
+        done.append(1)
+
+    with pytest.raises(KeyError):
+        list(threads.in_order([fails, runs]))
+    assert done  # the memory that it writes to may go now
 
 
 def test_memory_is_held_while_votes_are_counted(monkeypatch):

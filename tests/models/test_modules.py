@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from smat_fn.models import FullLoss, parameters
-from smat_fn.models.modules import sent
+from smat_fn.models.modules import cache_name, sent
 
 
 def module():
@@ -52,6 +52,22 @@ def test_a_batch_on_its_way_keeps_its_values_and_its_transforms():
     batch = torch.arange(6).view(2, 3)
     assert sent(batch, batch.device) is batch
     assert torch.equal(torch.func.vmap(lambda own: sent(own, batch.device) + 1)(batch), batch + 1)
+
+
+@pytest.mark.parametrize(
+    ("forward", "name"),
+    [
+        (lambda input_ids, past_key_values=None, cache=None: None, "cache"),  # the old name warns
+        (lambda input_ids, past_key_values=None: None, "past_key_values"),
+        (lambda input_ids, cache_params=None: None, "cache_params"),
+        (lambda input_ids, state=None, **options: None, ""),
+    ],
+    ids=["cache", "past_key_values", "cache_params", "none"],
+)
+def test_the_cache_has_the_name_that_the_forward_function_takes(forward, name):
+    module = nn.Module()
+    module.forward = forward
+    assert cache_name(module) == name
 
 
 @pytest.mark.gpu

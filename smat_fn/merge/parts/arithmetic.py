@@ -112,7 +112,7 @@ def squares(blocks: Iterable[Sequence[Tensor]]) -> list[float]:
 def products(rows: Tensor) -> Tensor:
     """All inner products of n rows of coordinates, block by block: float64 (blocks, n, n)."""
     size = rows.shape[1]
-    if (loops := loops_for(rows)) is not None and rows.dtype == torch.float32 and rows.numel() and size <= BLOCK:
+    if (loops := loops_for(rows)) is not None and rows.dtype == torch.float32 and size <= BLOCK:
         rows = rows.contiguous()
         return products_of(loops, sources([rows[0], *rows]), size, based=False)
     wide = pad(rows, (0, -size % (BLOCK if size > BLOCK else PART))).double()

@@ -101,7 +101,7 @@ class ByField(NamedTuple):
 
     def merge(self, window: Window, terms: Terms) -> Merged:
         """The merged window."""
-        kept = [1 - t / 65536 if self.divide and t < 65536 else 1 for t in self.thresholds]
+        kept = [1 - t / 65536 if self.divide else 1 for t in self.thresholds]
         numbers = numpy.array(self.thresholds, numpy.int32), numpy.array(kept, numpy.float32), *terms.scales()
         where = window.read, *place(window.start), window.size, window.keys
         combine = terms.elect, terms.mean, numpy.float32(terms.divisor)

@@ -167,7 +167,7 @@ class Threads:
         self._pool: ThreadPoolExecutor | None = None
 
     def in_order(self, tasks: Iterable[Callable[[], T]]) -> Iterator[T]:
-        """`chunks.in_order` by these threads; inside of one of them one task after the other."""
+        """`in_order` by these threads; inside of one of them one task after the other."""
         if self._workers == 1 or hasattr(self._inside, "started"):
             return (task() for task in tasks)
         if self._pool is None:
