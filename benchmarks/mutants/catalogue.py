@@ -300,6 +300,30 @@ MUTANTS = [
         ("WIDE = tuple(i / 5 for i in range(1, 11))", "WIDE = tuple(i / 5 for i in range(1, 6))"),
     ),
     *_of(
+        "merge/parts/merger.py:looped",
+        ("if not self.by_loops or not self.base[path].numel():", "if not self.by_loops:"),
+    ),
+    *_of("merge/parts/merger.py:by_loops", ("done.finite and done.fits", "done.fits")),
+    *_of("merge/parts/merger.py:checked_leaves", ("if leaf.is_floating_point()) * len(flat)", ")")),
+    *_of(
+        "merge/parts/windows.py",
+        ("[leaf.itemsize, 0] for", "[leaves[0].itemsize, 0] for"),
+        ("math.lcm(NORMED, row_length(leaf.shape)) if rows", "row_length(leaf.shape) if rows"),
+        (
+            "AHEAD * workers:\n                yield waiting.popleft()",
+            "AHEAD * workers:\n                yield waiting.pop()",
+        ),
+        ("        wait(waiting)", "        pass"),
+        (' or hasattr(self._inside, "started")', ""),
+    ),
+    *_of(
+        "merge/parts/looped_ranks.py",
+        ("room[: counted[2]].copy()", "room[: counted[2]]"),
+        ("numpy.empty(size + 1, numpy.uint32)", "numpy.empty(size, numpy.uint32)"),
+        ("largest = max(largest, int(top))", "largest = int(top)"),
+        ("start, count = start + size, count - int(met)", "start = start + size"),
+    ),
+    *_of(
         "merge/parts/chunks.py",
         ("leaf.to(start.device).to(dtype) - start.to(dtype)", "start.to(dtype) - leaf.to(start.device).to(dtype)"),
         ("return shape[-1] if shape else 1", "return shape[0] if shape else 1"),
@@ -317,7 +341,10 @@ MUTANTS = [
         ("total / count.clamp(min=1) if mean else total", "total / len(tensors) if mean else total"),
         ("products[left][left] * products[right][right]", "products[left][left] * products[left][left]"),
         ("products[left][right] / size if size else 0.0", "products[left][right] / size if size else 1.0"),
-        ("min(begin + BLOCK, size)", "min(begin + BLOCK - 1, size)"),
+        ("min(begin + step, size)", "min(begin + step - 1, size)"),
+        ("total = total.to(block.device).add_(block)", "total = block"),
+        ("self._rest = part[whole:].clone() if", "self._rest = part[whole:] if"),
+        ("-size % (BLOCK if size > BLOCK else PART)", "-size % PART"),
     ),
     *_of(
         "merge/ties.py",
@@ -757,6 +784,13 @@ MUTANTS = [
     *_of("scripts/train/snapshots.py:on_signals", ("if second_ends:", "if False:")),
     *_of("parallel/replicas.py:_of_this_process", ('random.fold_in(key, f"rank:{dist.get_rank()}")', "key")),
     *_of("evaluate/metrics.py:first_letter_accuracy", ("extract_label(p[:1])", "extract_label(p)")),
+    *_of(
+        "evaluate/decoding.py",
+        ("lost = lost | logits.amax(1).isnan()", "lost = logits.amax(1).isnan()"),
+        ("ids[order[-1]][:8], ids[order[0]][:16]", "ids[order[0]][:8], ids[order[-1]][:16]"),
+    ),
+    *_of("models/modules.py", ('"cache", "past_key_values"', '"past_key_values", "cache"')),
+    *_of("errors.py", ("type(value) is int and", "isinstance(value, int) and")),
     *_of("data/pixels.py:content", ('len(encoded).to_bytes(8, "little") + encoded', "encoded")),
     *_of(
         "folders/run.py",

@@ -34,6 +34,10 @@ TESTS = {
     "tree.py": "tests/core/test_grad.py",
     "where.py": "tests/core/test_where.py",
     "scripts": "tests/scripts/train",
+    "errors.py": "tests/core/test_errors.py",
+    "models/modules.py": "tests/models/test_modules.py",
+    "merge/parts/windows.py": "tests/merge/test_loops.py",
+    "merge/parts/looped_ranks.py": "tests/merge/test_loops.py",
     "simulation/state.py:check_max_norm": "tests/optim/test_chain.py",
     "_loops.py": "tests/folders/test_loops.py",
     "_loops.py:packed": "tests/ops/test_loops.py",
@@ -51,10 +55,11 @@ HEAD = """# Mutation check
 
 `make mutants` puts small faults into a copy of the library, one at a time (sign flips, off-by-one, swapped arguments,
 dropped terms), and runs the tests in the folder of the fault's package until one fails (for `grad` and `tree.py`
-`tests/core/test_grad.py`, for `where.py` `tests/core/test_where.py`, for the compiled loops
-`test_loops.py` of `tests/folders` or `tests/ops`, for `scripts` `tests/scripts/train`, for options of the scripts a
-file of `tests/commands`). `benchmarks/mutants/catalogue.py` lists the faults. A fault whose place in the source is gone
-is reported, not skipped; a fault runs again when its file, or the test that found it, has changed.
+`tests/core/test_grad.py`, for `where.py` and `errors.py` their files in `tests/core`, for the compiled loops and what
+calls them `test_loops.py` of `tests/folders`, `tests/merge` or `tests/ops`, for `scripts` `tests/scripts/train`, for
+options of the scripts a file of `tests/commands`). `benchmarks/mutants/catalogue.py` lists the faults. A fault whose
+place in the source is gone is reported, not skipped; a fault runs again when its file, or the test that found it, has
+changed.
 `benchmarks/results/mutants.json` names the test that found each fault.
 """
 
