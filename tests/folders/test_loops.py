@@ -270,6 +270,17 @@ def test_merged_values_beyond_the_output_are_refused(kind, coef, out_dtype, plai
         merge_folders(kind(coef=coef), *paths, tmp_path / "out", out_dtype=out_dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # of which no loop reads the second
+def test_ties_without_a_majority_and_of_no_density(dtype, folders, tmp_path):
+    base, change = {"w": torch.zeros(2, dtype=dtype)}, torch.tensor([1.0, -1.0], dtype=dtype)
+    paths = folders.save_family(tmp_path, base, {"x": {"w": change}, "y": {"w": -change}})
+    merge_folders(CONFIGS["ties all"], *paths, tmp_path / "none")
+    assert folders.load(tmp_path / "none")["w"].eq(0).all()
+    own = Ties(coef=1, keep=1.0, aggregate="sum", scope="tensor", densities={"y": 0.0})
+    merge_folders(own, *paths, tmp_path / "x")
+    assert torch.equal(folders.load(tmp_path / "x")["w"], change)
+
+
 @pytest.mark.parametrize("size", [1e20, 1e-25])
 def test_squares_that_float32_does_not_hold_are_told(size):
     assert chunks._square(torch.full((4,), size)) == pytest.approx(4 * size**2)
