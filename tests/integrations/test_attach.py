@@ -1423,6 +1423,7 @@ def test_attach_between_micro_batches_is_refused(tmp_path):
         trainer.train()
 
 
+@pytest.mark.slow
 def test_host_memory_gives_the_same_bits_with_accumulation_and_another_dtype(tmp_path):
     found = []
     for base in (None, "host"):

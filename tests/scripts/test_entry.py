@@ -235,7 +235,9 @@ def test_windows_is_told_before_any_work(monkeypatch, given):
     assert given == []
 
 
-@pytest.mark.parametrize("given", [{"PYTHONIOENCODING": "cp437"}, {"COLUMNS": "3"}])
+@pytest.mark.parametrize(
+    "given", [{"PYTHONIOENCODING": "cp437"}, pytest.param({"COLUMNS": "3"}, marks=pytest.mark.slow)]
+)
 def test_help_ends_in_any_terminal(given):
     command = [sys.executable, ROOT / "merge.py", "ties", "--help"]
     found = subprocess.run(command, env={**os.environ, **given}, capture_output=True, timeout=60, check=False)

@@ -594,6 +594,7 @@ def test_a_whole_model_may_differ_from_base_in_what_no_score_depends_on(load, la
             part.check("expert", {**base, name: base[name] + 1})
 
 
+@pytest.mark.slow
 def test_classifiers_with_heads_of_their_own_are_searched_and_scored_as_their_encoders(folders, tmp_path, monkeypatch):
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
