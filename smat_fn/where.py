@@ -1,13 +1,14 @@
 """Predicates on leaves, ``where(path, tensor) -> bool``, made from a module's types and structure."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import isfinite
 
 from torch import Tensor, nn
 
-from .errors import and_more, raise_problems
+from .errors import and_more, raise_problems, shortened
 from .tree import predicate, unwrapped
 from .types import Predicate, Where
 
@@ -103,6 +104,16 @@ def mask_problems(where: Where | None, leaves: Mapping[str, Tensor], drop_prob: 
     how = where.how if isinstance(where, Picked) else f"It was asked for {and_more(leaves, 3)}"
     own = "or in Python where, a function (name, parameter) -> bool"
     return [f"{problem}. {how}. Pass `drop_prob=0` to switch Mask off, {own}"]
+
+
+def masked_text(where: Predicate | None, leaves: Mapping[str, Tensor]) -> str:
+    """The parameters that Mask acts on, as text: their number, values and names without indices; of None all."""
+    masked = {path: p for path, p in leaves.items() if where is None or where(path, p)}
+    kinds = Counter(_NUMBER.sub("*", path) for path in masked)
+    names = [f"{kind} ({count})" if count > 1 else kind for kind, count in kinds.items()]
+    values, every = (sum(p.numel() for p in part.values()) for part in (masked, leaves))
+    number = f"{len(masked)} of {len(leaves)} trained parameters ({values:,} of {every:,} values)"
+    return f"{number}: {', '.join(shortened(names, '{} more kinds'))}" if names else number
 
 
 def _prefixed(names: Iterable[str], paths: Iterable[str]) -> tuple[str, str] | None:

@@ -1,9 +1,7 @@
 """Checks of a trainer, its model and theta_0 for `attach`, and the line that describes the simulated steps."""
 
 import hashlib
-import re
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -19,13 +17,13 @@ from ..mat.smat import Schedule, is_simulated
 from ..parallel.world import World
 from ..simulation.relative import beside_update, update_rms
 from ..types import Predicate
+from ..where import masked_text
 
 _OWN_LOOPS = "PPOTrainer", "OnlineDPOTrainer", "NashMDTrainer", "XPOTrainer"  # TRL: no training_step or compute_loss
 _INSIDE_BACKWARD = "LayerWiseDummyOptimizer", "Lomo", "AdaLomo"
 _SAMPLED = 64  # values of a parameter by which another theta_0 is recognised
 _BEFORE = {"alpha_max": 1.0, "factors": {}, "antithetic": False}  # in records that lack them
 _NAMES = {"masked": "hash of the masked parameters", "theta_0": "hash of theta_0"}  # in errors
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def key_problems(key: Any) -> list[str]:
@@ -237,20 +235,14 @@ def describe(schedule: Schedule, leaves: Mapping[str, Tensor], where: Predicate)
     if schedule.off:
         return "SMAT: Scale, Mask and Perturb are off, every step is clean"
     every = "every step" if schedule.period == 1 else f"every step s with (s + 1) % {schedule.period} == 0"
-    masked = {path: p for path, p in leaves.items() if where(path, p)}
-    kinds = Counter(_NUMBER.sub("*", path) for path in masked)
-    names = [f"{kind} ({count})" if count > 1 else kind for kind, count in kinds.items()]
-    sizes = [sum(p.numel() for p in part.values()) for part in (masked, leaves)]
     off = schedule.alpha_min == schedule.alpha_max == 1
     parts = ["Scale off" if off else f"Scale alpha from {schedule.alpha_min} to {schedule.alpha_max:g}"]
     if schedule.factors:
         scaled = f"a factor in {len(schedule.factors)} parameters"
         parts = [f"Scale only by {scaled}"] if off else [*parts, f"times {scaled}"]
     if schedule.drop_prob:
-        parts.append(
-            f"Mask removes coordinates with probability {schedule.drop_prob} in {len(masked)} of {len(leaves)} trained "
-            f"parameters ({sizes[0]:,} of {sizes[1]:,} values): {', '.join(errors.shortened(names, '{} more kinds'))}"
-        )
+        masked = masked_text(where, leaves)
+        parts.append(f"Mask removes coordinates with probability {schedule.drop_prob} in {masked}")
     else:
         parts.append("Mask off")
     parts.append(f"Perturb {schedule.noise} noise of RMS {schedule.sigma}" if schedule.sigma else "Perturb off")

@@ -14,7 +14,7 @@ from ..grad import trained
 from ..simulation import Draw, reweight, simulate
 from ..simulation.state import unknown_factors
 from ..types import Params, Where
-from ..where import block_linear, mask_problems, never
+from ..where import block_linear, mask_problems, masked_text, never
 from .offload.storage import BaseBuffer
 
 _OPEN = WeakSet[nn.Module]()  # modules whose parameters hold theta~, by `SimulatedWeights.of`
@@ -108,6 +108,9 @@ class SimulatedWeights:
         if base is not None:
             states._check_base = tree.unchanged(own)
         return states
+
+    def __repr__(self) -> str:
+        return f"SimulatedWeights: Mask acts on {masked_text(self._where, self._parameters)}"
 
     def prepare(self) -> None:
         """Called in a clean step, in which a part of theta_0 can be copied."""

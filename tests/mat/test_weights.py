@@ -446,3 +446,16 @@ def test_a_device_without_float64_is_told(monkeypatch):
     monkeypatch.setattr(tree, "WITHOUT_FLOAT64", frozenset({"cpu"}))  # as mps, which is not here
     with pytest.raises(ValueError, match=r"parameters are on cpu, which has no float64.*use_cpu=True"):
         SimulatedWeights.of(net())
+
+
+def test_its_text_says_which_parameters_are_masked():
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+    states = SimulatedWeights.of(nn.TransformerEncoder(layer, 2))
+    text = "SimulatedWeights: Mask acts on 8 of 24 trained parameters (256 of 344 values): "
+    assert repr(states) == text + ", ".join(
+        f"layers.*.{name}.weight (2)" for name in ("self_attn.in_proj", "self_attn.out_proj", "linear1", "linear2")
+    ).replace("in_proj.weight", "in_proj_weight")
+    one, other = torch.zeros(3, requires_grad=True), torch.zeros(3)
+    assert repr(SimulatedWeights({"w": one}, {"w": other})).endswith("on 1 of 1 trained parameters (3 of 3 values): w")
+    none = SimulatedWeights({"w": one}, {"w": other}, where=lambda path, leaf: False)
+    assert repr(none).endswith("on 0 of 1 trained parameters (0 of 3 values)")
