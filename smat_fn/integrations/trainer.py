@@ -341,10 +341,8 @@ class Attached:
             return original(*args, **options)
         inside, self._inside = self._inside, None
         self._early.close()  # before the model may be compiled
-        if inside is not None and not self._schedule.off:
-            first = self._summed != self._step
-            problems = checks.gradient_problems(self._leaves) if first else []
-            errors.raise_problems(problems)
+        if inside is not None and not self._schedule.off and self._summed != self._step:
+            errors.raise_problems(checks.gradient_problems(self._leaves))
         self._summed = self._summed if inside is None else self._step
         if inside is not None and self._now is not None and self._weights is not None:
             # from here to the end of the backward pass; what is prepared before, and may be generated, is at theta

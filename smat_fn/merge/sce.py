@@ -91,7 +91,7 @@ def _variance(deltas: Sequence[Tensor]) -> Tensor:
 
 def _blocks(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The same coordinates of flat vectors, on the CPU as many as stay in a core's cache through all operations."""
-    return zip(*(vector.split(step_on(vector.device)) for vector in vectors), strict=True)
+    return zip(*(vector.split(step_on(vector.device, len(vectors))) for vector in vectors), strict=True)
 
 
 @dataclass(frozen=True)

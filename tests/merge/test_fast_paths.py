@@ -151,8 +151,10 @@ def test_inner_products_of_several_blocks_at_once_are_those_of_each(size, monkey
     wide = rows.double()
     torch.testing.assert_close(torch.tensor(one_by_one[0], dtype=torch.float64), wide @ wide.T, rtol=1e-12, atol=0)
     assert one_by_one[1] == [row[i] for i, row in enumerate(one_by_one[0])]
-    assert arithmetic.step_on(rows.device) == arithmetic.BLOCK  # which a compiled loop takes
-    monkeypatch.setattr(arithmetic, "step_on", lambda device: 2 * arithmetic.BLOCK)  # as on a GPU
+    assert arithmetic.step_on(rows.device, 3) == arithmetic.BLOCK  # which a compiled loop takes
+    away = [arithmetic.step_on(torch.device("meta"), count) // arithmetic.BLOCK for count in (0, 1, 5, 99)]
+    assert away == [32, 32, 6, 1]
+    monkeypatch.setattr(arithmetic, "step_on", lambda *_: 2 * arithmetic.BLOCK)  # as on a GPU
     assert (gram(list(rows)), squares(rows.split(2 * arithmetic.BLOCK, 1))) == one_by_one
 
 

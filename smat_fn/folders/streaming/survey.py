@@ -85,7 +85,7 @@ class Survey:
     def gram(self, path: str) -> list[list[float]]:
         job, dtype = self.job, compute_dtype(self.job, path)
         count = sum(path not in folder.absent for folder in job.experts.values())
-        based, cuts = job.config.based, spans(job.base.leaves[path], arithmetic.step_on(job.device))
+        based, cuts = job.config.based, spans(job.base.leaves[path], arithmetic.step_on(job.device, count))
         if looped(job, path):
             read = Sources(job, path, job.experts)
             tasks = products_by_loops(read, self.shape(path).numel(), based=based)

@@ -18,7 +18,7 @@ from .looped import NORMED, sources
 PART = 4096  # coordinates whose products are added by halves: part of the definition of `gram`
 PARTS = 64  # of those sums, the same
 BLOCK = PARTS * PART
-AWAY = 16  # blocks in one pass on other devices than the CPU, where a launch takes longer than a block
+AWAY = 32  # blocks of all tensors in one pass on a GPU, where a launch takes longer than a block
 
 
 def add(tensors: Iterable[Tensor], *, into_first: bool = False) -> Tensor:
@@ -86,13 +86,13 @@ def gram(leaves: Sequence[Tensor], start: Tensor | None = None) -> list[list[flo
         rows = torch.stack([leaf[begin:end].to(first.device, dtype) for leaf in flat])
         return rows if origin is None else rows.sub_(origin[begin:end].to(first.device, dtype))
 
-    size, step = first.numel(), step_on(first.device)
+    size, step = first.numel(), step_on(first.device, len(flat))
     return gram_sum((products(block(begin, min(begin + step, size))) for begin in range(0, size, step)), len(flat))
 
 
-def step_on(device: torch.device) -> int:
-    """Coordinates that inner products read in one pass: whole blocks."""
-    return BLOCK if device.type == "cpu" else AWAY * BLOCK
+def step_on(device: torch.device, count: int) -> int:
+    """Coordinates of each of ``count`` tensors that inner products read in one pass: whole blocks."""
+    return BLOCK if device.type == "cpu" else max(1, AWAY // max(1, count)) * BLOCK
 
 
 def gram_sum(blocks: Iterable[Tensor], count: int) -> list[list[float]]:
