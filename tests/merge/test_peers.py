@@ -1,7 +1,7 @@
 """Against the functions of FusionBench and of the mergers' authors on the same checkpoints, made by make_peers.py.
 
-docs/merging.md has a row for each run, with the largest difference relative to the largest change: that number is what
-is asserted. The checkpoints are unrelated to each other, of sizes that no share divides.
+docs/merger_sources.md has a row for each run, with the largest difference relative to the largest change: that number is
+what is asserted. The checkpoints are unrelated to each other, of sizes that no share divides.
 """
 
 import re
@@ -125,7 +125,7 @@ def masked(name):
     return ours
 
 
-# of runs by the rows of docs/merging.md: what it is here
+# of runs by the rows of docs/merger_sources.md: what it is here
 RUNS = {
     "tsv_merge": vector("tsv_merge"),
     "tsv_merge_lossless": vector("tsv_merge", share=1.0),
@@ -198,8 +198,8 @@ ELSEWHERE = {
 
 
 def documented():
-    """The largest difference of every run, by docs/merging.md."""
-    text = (HERE.parent.parent / "docs" / "merging.md").read_text()
+    """The largest difference of every run, by docs/merger_sources.md."""
+    text = (HERE.parent.parent / "docs" / "merger_sources.md").read_text()
     rows = re.findall(r"^\| (`.*`) \| .* \| (0|[0-9]e-[0-9]+) \|", text, re.MULTILINE)
     return {run: float(number) for names, number in rows for run in re.findall(r"`(\w+)`", names)}
 
@@ -213,7 +213,7 @@ def difference(ours, theirs, *but):
 
 def test_every_run_has_a_row_and_every_row_a_run():
     assert set(documented()) == {*RUNS, "adamerging_layer", "adamerging_task", "reg_mean_plus", "wudi_6000"}
-    text = (HERE.parent.parent / "docs" / "merging.md").read_text()
+    text = (HERE.parent.parent / "docs" / "merger_sources.md").read_text()
     assert [name for name, commit in MADE.COMMITS.items() if f"{name} @{commit}" not in text] == []
 
 
