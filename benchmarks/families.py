@@ -131,24 +131,27 @@ FAMILIES: dict[str, Family] = {
 
 PAGE = """# Model families
 
-The table lists the model families on which the commands are tested. For each line `transformers` saves a tiny model
-with random weights, and this library loads it, trains an FT and a SMAT expert for two steps, and merges them by task
-arithmetic. `merge.py export` writes the result into the model, and loading it again gives bit-identical weights.
-`merge.py extract-lora` extracts an adapter of full rank, which peft loads. After peft merges the adapter, its weights
-equal the exported ones. Before that, base and adapter together give the outputs of the exported model, unless an
-adapted weight is shared.
+The commands are tested on these families; others may work: `train.py ... --dry-run` loads a model and prints the
+parameters that could not be exported. For each line `transformers` saves a tiny model with random weights. This library
+loads it, trains an FT and a SMAT expert for two steps, and merges them by task arithmetic. After `merge.py export`,
+loading the model gives bit-identical weights. `merge.py extract-lora` extracts an adapter of full rank; after peft
+merges it, its weights equal the exported ones. Before that, base and adapter together give the outputs of the exported
+model, unless an adapted weight is shared.
 
-"Trained tensors" counts the trained parameter tensors of the class in the second column. "Factors" counts matrices with
-low-rank factors. "Whole" counts changed parameters that the adapter stores whole (norms, convolutions, the experts of a
-mixture). "Left out" counts changed parameters that peft cannot store (biases of adapted layers); `extract-lora` lists
-them. "Merge first" means that an adapted matrix is shared (embeddings and head), and peft changes its other use only by
-`merge_and_unload`.
+- "Trained tensors": parameter tensors of the class in the second column.
+- "Factors": matrices with low-rank factors.
+- "Whole": changed parameters that the adapter stores whole (norms, convolutions, the experts of a mixture).
+- "Left out": changed parameters that peft cannot store (biases of adapted layers); `extract-lora` lists them.
+- "Merge first": an adapted matrix is shared (embeddings and head): peft changes its other use only by
+  `merge_and_unload`.
 
-With `train_layers`, DeBERTa, ModernBERT, encoders with rotary embeddings, RWKV and Gemma 3n run their frozen layers in
-every step, and so do other models with `gradient_checkpointing` or `device_map`. Of models with two towers, only CLIP
-and SigLIP (also SigLIP 2 of one fixed image size) can get their heads from texts; others are an error. `export` cannot
-write into a checkpoint of pickled weights: save it again. At the start, and with `--dry-run`, `train.py` prints the
-parameters that could not be exported.
+Limits:
+
+- With `train_layers`, DeBERTa, ModernBERT, encoders with rotary embeddings, RWKV and Gemma 3n run their frozen layers
+  in every step, and so do other models with `gradient_checkpointing` or `device_map`.
+- Of models with two towers, only CLIP and SigLIP (also SigLIP 2 of one fixed image size) can get their heads from
+  texts; others are an error.
+- `export` cannot write into a checkpoint of pickled weights: save it again.
 
 Made by `python -m benchmarks families`, with transformers {transformers} and peft {peft}; the same checks are tests
 (`tests/benchmarks/test_families.py`).

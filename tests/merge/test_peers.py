@@ -1,7 +1,7 @@
 """Against the functions of FusionBench and of the mergers' authors on the same checkpoints, made by make_peers.py.
 
-docs/merger_sources.md has a row for each run, with the largest difference relative to the largest change: that number is
-what is asserted. The checkpoints are unrelated to each other, of sizes that no share divides.
+docs/merger_sources.md has a row for each run, with the largest difference relative to the largest change: that number
+is what is asserted. The checkpoints are unrelated to each other, of sizes that no share divides.
 """
 
 import re
