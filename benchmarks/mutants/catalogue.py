@@ -124,10 +124,7 @@ MUTANTS = [
         ("step - second * self.period", "step"),
         (" or self.alpha_max != 1", ""),
     ),
-    *_of(
-        "mat/smat.py:build_from",
-        ("undone = None if simulated.reweighted else drawn", "undone = None"),
-    ),
+    *_of("mat/smat.py:build_from", ("undone = None if simulated.reweighted else drawn", "undone = None")),
     *_of(
         "mat/smat.py:_Mixed",
         ("(1 - lam) * a.to(dtype) + lam * b.to(dtype)", "lam * a.to(dtype) + (1 - lam) * b.to(dtype)"),
@@ -329,10 +326,7 @@ MUTANTS = [
         ("return shape[-1] if shape else 1", "return shape[0] if shape else 1"),
         (".add_(32768)", ".add_(32767)"),
     ),
-    *_of(
-        "merge/parts/vectors.py",
-        ("scaled.add_(start[piece].to(dtype))", "scaled"),
-    ),
+    *_of("merge/parts/vectors.py", ("scaled.add_(start[piece].to(dtype))", "scaled")),
     *_of(
         "merge/parts/arithmetic.py",
         ("next(rest) if into_first else next(rest).clone()", "next(rest)"),
@@ -562,11 +556,7 @@ MUTANTS = [
         ("math.ceil(round(share", "math.floor(round(share"),
         ("round(share * min(mean.shape), 9)", "share * min(mean.shape)"),
     ),
-    *_of(
-        "merge/consensus.py",
-        ("needed >= least", "needed > least"),
-        ("(total - delta).abs_()", "total.abs()"),
-    ),
+    *_of("merge/consensus.py", ("needed >= least", "needed > least"), ("(total - delta).abs_()", "total.abs()")),
     *_of("merge/tall_mask.py", ("needs(piece.deltas[place]", "needs(piece.deltas[0]")),
     *_of(
         "merge/emr.py",
@@ -575,12 +565,7 @@ MUTANTS = [
         ("deltas[place] * sign > 0", "deltas[place] * sign >= 0"),
         ("part / max(size, 1)", "part"),
     ),
-    *_of(
-        "merge/svc.py",
-        (".clamp(min=alpha)", ""),
-        ("(eta / len(others))", "eta"),
-        (".clamp(min=1e-12))", ")"),
-    ),
+    *_of("merge/svc.py", (".clamp(min=alpha)", ""), ("(eta / len(others))", "eta"), (".clamp(min=1e-12))", ")")),
     *_of(
         "where.py:by_depth",
         ("(layer or 0) / max(last, 1)", "(layer or 0) / (max(last, 1) + 1)"),
@@ -682,10 +667,7 @@ MUTANTS = [
         "grad/engines.py:_autograd_engine",
         ("if isinstance(loss_fn, ModuleLoss):", "if not isinstance(loss_fn, ModuleLoss) and False:"),
     ),
-    *_of(
-        "tree.py",
-        ("torch.zeros_like(leaf) if grad is None", "torch.ones_like(leaf) if grad is None"),
-    ),
+    *_of("tree.py", ("torch.zeros_like(leaf) if grad is None", "torch.ones_like(leaf) if grad is None")),
     *_of(
         "grad/modules.py",
         ("if self._shapes.get(name) != value.shape", "if name not in self._shapes"),
@@ -762,15 +744,9 @@ MUTANTS = [
     ),
     *_of("scripts/merge/commands.py", ("chunk_of(args.memory_mib << 20)", "chunk_of(72 << 20)")),
     *_of("scripts/analyse/scores.py", ("preset=options.preset", "preset=None")),
-    *_of(
-        "scripts/analyse/weights.py",
-        ("sigma if sigma is not None else own or suggested", "own or suggested"),
-    ),
+    *_of("scripts/analyse/weights.py", ("sigma if sigma is not None else own or suggested", "own or suggested")),
     # training runs, and the data and folders beside them
-    *_of(
-        "scripts/train/logs.py",
-        ('max(self.largest_norm, self._last["grad_norm"])', 'self._last["grad_norm"]'),
-    ),
+    *_of("scripts/train/logs.py", ('max(self.largest_norm, self._last["grad_norm"])', 'self._last["grad_norm"]')),
     *_of(
         "scripts/train/noise_level.py",
         ('chosen.append((first["seed"] != run.seed, ', "chosen.append((False, "),

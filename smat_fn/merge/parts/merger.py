@@ -20,16 +20,7 @@ from ...types import Params, Scope
 from . import arithmetic, looped_ranks
 from .arithmetic import gram, gram_memory, gram_sum
 from .chunks import CHUNK, Fuse, compute_dtype, delta_of, fields_of, groups, mask_keys, pieces
-from .inputs import (
-    Experts,
-    Leaves,
-    check,
-    check_variances,
-    coef_problems,
-    key_problems,
-    tied_problems,
-    type_problems,
-)
+from .inputs import Experts, Leaves, check, check_variances, coef_problems, key_problems, tied_problems, type_problems
 from .looped import KINDS, Loop, Window
 from .ranks import Order, order_of, position_of, value_of
 from .vectors import applied
