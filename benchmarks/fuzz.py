@@ -37,23 +37,8 @@ FLAGS = (
     "--weights", "--densities", "--density", "--method", "--rank", "--task", "--overwrite", "--json", "--plot",
 )  # fmt: skip
 VALUES: tuple[Any, ...] = (
-    None,
-    3,
-    -1,
-    0.5,
-    float("nan"),
-    "x",
-    "0",
-    "1e1",
-    "",
-    [],
-    [1],
-    [[1]],
-    [None],
-    {},
-    {"x": 1},
-    True,
-)
+    None, 3, -1, 0.5, float("nan"), "x", "0", "1e1", "", [], [1], [[1]], [None], {}, {"x": 1}, True,
+)  # fmt: skip
 MERGERS = ("wa", "ta", "ties", "dare", "della", "all", "tsv_merge", "slerp", "weighted_average", "model_stock")
 RECIPES = (
     """

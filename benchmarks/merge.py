@@ -86,21 +86,9 @@ for folder in (*experts, base):
 print("done", flush=True); sys.stdin.readline()
 """
 Merger = Literal[
-    "wa",
-    "ta",
-    "ties, threshold per tensor",
-    "ties, threshold per expert",
-    "ties, weights",
-    "dare",
-    "dare_ties",
-    "dare_ties, weights and L1 norms",
-    "della",
-    "breadcrumbs",
-    "karcher",
-    "sce",
-    "ram",
-    "ram, boost",
-]
+    "wa", "ta", "ties, threshold per tensor", "ties, threshold per expert", "ties, weights", "dare", "dare_ties",
+    "dare_ties, weights and L1 norms", "della", "breadcrumbs", "karcher", "sce", "ram", "ram, boost",
+]  # fmt: skip
 WEIGHTED = "weights=dict.fromkeys(names, 0.3)"  # names: of the experts
 MERGERS: dict[Merger, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "wa": ("WeightAverage()", "linear", {}, {"weight": 1.0}),
@@ -396,12 +384,7 @@ def measure(command: Sequence[str], threads: int) -> Cost:
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env=_environment(threads),
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=_environment(threads)
         ) as child,
     ):
         assert child.stdin is not None

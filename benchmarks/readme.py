@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, TypeAlias
@@ -21,6 +22,7 @@ FIGURE = ROOT / "docs/results/studies.png"
 ONE_PASS = {"digits": "Digits", "vit": "ViT", "vit_blocks": "Blocks", "text": "Text", "smollm2_text": "Language"}
 OTHER_WORK = "Training times are of a machine that did other work too."
 RIVALS = "TA", "TSV_MERGE"  # without data: the simplest, and the best
+WITHOUT_HEADS = "the order of batches and the draws"  # what a seed decides
 Scores: TypeAlias = dict[str, dict[str, list[float]]]  # by method and column, of every seed
 
 
@@ -99,26 +101,11 @@ def whole_vit(result: dict[str, Any]) -> str:
     return pretrained("vit", "eight image tasks", result, protocol="backbones", times=together)
 
 
-def vit_blocks(result: dict[str, Any]) -> str:
-    """One backward pass a step against two, on two blocks of a ViT."""
-    return pretrained("vit_blocks", "six image tasks", result)
-
-
-def text(result: dict[str, Any]) -> str:
-    """One backward pass a step against two, on a text encoder."""
-    return pretrained("text", "five tasks", result)
-
-
-def smollm2_text(result: dict[str, Any]) -> str:
-    """One backward pass a step against two, on a language model."""
-    return pretrained("smollm2_text", "four tasks", result, decides="the order of batches and the draws")
-
-
 def pretrained(
     name: str,
     tasks: str,
     result: dict[str, Any],
-    decides: str = "the training rows of the heads, the order of batches and the draws",
+    decides: str = f"the training rows of the heads, {WITHOUT_HEADS}",
     protocol: str | None = None,
     times: str = OTHER_WORK,
 ) -> str:
@@ -587,10 +574,10 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "results": ("README.md", results),
     "merge_sentence": ("README.md", merge_sentence),
     "digits_onepass": ("docs/studies.md", digits_onepass),
-    "text": ("docs/studies.md", text),
+    "text": ("docs/studies.md", partial(pretrained, "text", "five tasks")),
     "vit": ("docs/studies.md", whole_vit),
-    "vit_blocks": ("docs/studies.md", vit_blocks),
-    "smollm2_text": ("docs/studies.md", smollm2_text),
+    "vit_blocks": ("docs/studies.md", partial(pretrained, "vit_blocks", "six image tasks")),
+    "smollm2_text": ("docs/studies.md", partial(pretrained, "smollm2_text", "four tasks", decides=WITHOUT_HEADS)),
     "digits_methods": ("docs/studies.md", digits_methods),
     "minilm_methods": ("docs/studies.md", minilm_methods),
     "digits_mergers": ("docs/merging.md", digits_mergers),

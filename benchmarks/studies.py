@@ -17,6 +17,7 @@ import torch
 from tyro.conf import Positional
 
 from smat_fn.config import PRESETS, IsoC, Msam, Training, TsvMerge, Wudi
+from smat_fn.suites.sources import absolute
 
 from . import timing
 from .digits_mergers import MERGERS
@@ -147,7 +148,7 @@ Name = Literal["vit", "vit_blocks", "text", "smollm2_text", "smollm2"]
 def study(name: Name, model: str, data: str, options: Mapping[str, Any]) -> Widening:
     """The study of a backbone: its methods with as many candidates each, the paper's mergers and three others."""
     own = BACKBONES[name]
-    given = {**dict(own.options), **options, "model": _absolute(model), "data": _absolute(data)}
+    given = {**dict(own.options), **options, "model": absolute(model), "data": absolute(data)}
     eight = (*PRESETS[own.preset].mergers.values(), TsvMerge(), IsoC(), Wudi())
     mergers = tuple(merger for merger in eight if merger.name in (own.mergers or {one.name for one in eight}))
     names = {merger.name for merger in mergers}
@@ -283,12 +284,6 @@ def forecast(protocol: Protocol, jobs: int) -> str:
 
 def _about(middle: float) -> tuple[float, float, float]:
     return middle / 2, middle, middle * 2
-
-
-def _absolute(place: str) -> str:
-    from smat_fn.suites.sources import absolute
-
-    return absolute(place)
 
 
 def _trial_run(own: Widening, folder: Path, steps: int | None) -> Widening:

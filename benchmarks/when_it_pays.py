@@ -19,7 +19,7 @@ from smat_fn.checkpoint import write_bytes, write_text
 from smat_fn.config import DIGITS
 from smat_fn.report.plots import colours, new_figure, png, tidy
 
-from .readme import RESULTS, ROOT, fill, table
+from .readme import RESULTS, ROOT, fill, ranged, table
 
 COMMAND = "python -m benchmarks when-it-pays"
 PAGE, FIGURE = ROOT / "docs/when_it_pays.md", ROOT / "docs/results/when_it_pays.png"
@@ -281,13 +281,7 @@ def analyse(found: Sequence[Run]) -> dict[str, Any]:
             fits[name] = fit_of(rows, name)
         except ValueError as error:
             missing[name] = str(error)
-    return {
-        "gains": rows,
-        "fits": fits,
-        "missing": missing,
-        "mergers": by_merger(rows),
-        "rates": by_rate(found),
-    }
+    return {"gains": rows, "fits": fits, "missing": missing, "mergers": by_merger(rows), "rates": by_rate(found)}
 
 
 def fit_of(rows: Sequence[Gain], name: str) -> Fit:
@@ -377,14 +371,8 @@ def by_rate(found: Sequence[Run]) -> list[dict[str, Any]]:
     for place in sorted({(run.study, run.steps, run.lr) for run in tuned if run.reference}):
         scores = [run.score for run in tuned if run.reference and (run.study, run.steps, run.lr) == place]
         own = [row.gain for row in pairs if (row.run.study, row.run.steps, row.run.lr) == place]
-        facts = {
-            "study": place[0],
-            "steps": place[1],
-            "lr": place[2],
-            "seeds": len(scores),
-            "ft": fmean(scores),
-            "compared": len(own),
-        }
+        facts: dict[str, Any] = dict(zip(("study", "steps", "lr"), place, strict=True))
+        facts |= {"seeds": len(scores), "ft": fmean(scores), "compared": len(own)}
         result.append(facts | ({"gain": fmean(own), "best": max(own)} if own else {}))
     return result
 
@@ -405,7 +393,7 @@ def shown(found: Mapping[str, Any]) -> str:
     settled = [own.question for own in fits.values() if own.settled]
     slopes = [
         (
-            *(own.question, _slope(own), own.unit),
+            *(own.question, ranged({"mean": own.slope, "interval": own.interval}), own.unit),
             *(str(own.rows), f"{own.clusters}{' *' if own.clusters < FEW else ''}", f"{own.residual_sd:.2f}"),
             *(f"{100 * own.explained:.0f} %", f"{own.residuals[0]:+.1f} to {own.residuals[-1]:+.1f}"),
         )
@@ -419,7 +407,7 @@ def shown(found: Mapping[str, Any]) -> str:
             own["study"],
             own["merger"].upper().replace("_", "-"),
             f"{own['drop']:.1f}" if "drop" in own else "-",
-            _ranged(own),
+            ranged({**own, "mean": own["gain"]}),
             str(own["seeds"]),
         )
         for own in found["mergers"]
@@ -449,15 +437,6 @@ def shown(found: Mapping[str, Any]) -> str:
             table(("Study", "Steps", "Learning rate", "FT, merged", "Mean gain there", "Largest", "Candidates"), rates),
         ]
     )
-
-
-def _slope(own: Fit) -> str:
-    return f"{own.slope:+.2f} ({own.interval[0]:+.2f} to {own.interval[1]:+.2f})"
-
-
-def _ranged(own: Mapping[str, Any]) -> str:
-    span = own.get("interval")
-    return f"{own['gain']:+.2f}" + (f" ({span[0]:+.2f} to {span[1]:+.2f})" if span else "")
 
 
 def figure(rows: Sequence[Gain]) -> bytes:

@@ -542,7 +542,7 @@ def test_a_table_of_one_pass_has_the_methods_and_mergers_that_there_are(monkeypa
     test = {label: {name: own for name, own in result["test"][label].items() if name not in gone} for label in labels}
     seconds = {label: dict.fromkeys(result["seeds"], 1.0) for label in labels}
     monkeypatch.setattr(readme, "training_seconds", lambda name: seconds)
-    lines = readme.smollm2_text({**result, "test": test}).splitlines()
+    lines = readme.TABLES["smollm2_text"][1]({**result, "test": test}).splitlines()
     heads = [line for line in lines if line.startswith("| Method")]
     assert "| Mean of five mergers | - FT (95 %) | - ASAM (95 %) | Training time x FT |" in heads[0]
     assert heads[1] == "| Method | WA | TA | TIES | TSV_MERGE | WUDI |"
