@@ -201,7 +201,7 @@ MUTANTS = [
         ("old.copy_(new), previous, grads)", "old, previous, grads)"),
     ),
     *_of(
-        "mat/relative.py",
+        "mat/sigma_units.py",
         ("in_units_of(update_rms(params, self._base), drawn)", "drawn"),
         ("self._base, drawn, where=self._where", "self._base, drawn"),
     ),

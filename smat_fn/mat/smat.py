@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import random, tree
 from ..errors import count_problem, flag_problems, problems_of, raise_problems
+from ..execution import valueless
 from ..grad import Keyed, keyed, value_and_grad
 from ..optim import momentum_of
 from ..optim.chain import clip
@@ -19,7 +20,7 @@ from ..simulation.state import Number, all_off, draw_problems, factor_problems, 
 from ..types import Aux, Batch, Engine, LossFn, Method, Noise, Offload, Optimizer, Params, Where
 from ..where import by_depth, mask_problems
 from . import asam, step
-from .relative import SigmaOf, relative_gradient, sigma_problems
+from .sigma_units import SigmaOf, relative_gradient, sigma_problems
 from .simulated import EitherGradient, Result, SimulatedGradient, either_gradient, offload_problems, simulated_gradient
 from .step import Gradient, State, accumulate
 
@@ -355,7 +356,8 @@ def build_from(
         grads, norm = reweight_and_clip(grads, undone, where=where, max_norm=max_grad_norm, donate=donate)
         state = step.advance(optimizer, state, grads, donate=donate)
         scale = torch.ones((), dtype=torch.float32, device=key.device) if drawn is None else drawn.scale
-        return state, Info(loss, aux, norm, scale, step.flag(drawn is not None))
+        chosen = drawn is not None
+        return state, Info(loss, aux, norm, scale, torch.tensor(chosen) if valueless() else chosen)
 
     return Method(init, step.with_keys(update, like))
 

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from .. import random, tree
 from ..errors import flag_problems, problems_of, raise_problems, shortened, some_of, takes
-from ..execution import transformed, unread, valueless
+from ..execution import transformed, unread
 from ..grad import Keyed
 from ..simulation import reweight_and_clip
 from ..simulation.state import check_max_norm
@@ -227,11 +227,6 @@ def as_tensors(state: State) -> State:
         return torch.full((), leaf, dtype=torch.int64, device=device) if type(leaf) is int else leaf
 
     return pytree.tree_map(tensor, state)
-
-
-def flag(value: bool) -> bool | Tensor:
-    """A truth value of an Info: a tensor where torch returns no others."""
-    return torch.tensor(value) if valueless() else value
 
 
 def check_not_negative(**numbers: float | Tensor) -> list[str]:

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from smat_fn import draw, optim, random, simulate, testing
-from smat_fn.mat import relative, smat
-from smat_fn.simulation import relative as by_leaf
+from smat_fn.mat import sigma_units, smat
+from smat_fn.simulation import relative
 from smat_fn.simulation.relative import simulate_by_leaf, update_rms
 
 SHAPES = {"blocks.0.w": (8, 4), "head": (4,), "still": (3,)}
@@ -41,11 +41,11 @@ def test_one_step_is_the_gradient_at_that_state(of):
 def test_the_update_is_not_read_by_the_host(monkeypatch):
     drawn, seen = draw(KEY, **HYPER), []
     there = torch.ones((), dtype=torch.float64, device="meta")  # has no value that could be read
-    for module in (relative, by_leaf):
+    for module in (sigma_units, relative):
         monkeypatch.setattr(module, "update_rms", lambda *_: there)
-    monkeypatch.setattr(by_leaf, "simulate", lambda params, base, drawn, **_: seen.append(drawn) or params)
+    monkeypatch.setattr(relative, "simulate", lambda params, base, drawn, **_: seen.append(drawn) or params)
     simulate_by_leaf(PARAMS, BASE, drawn)
-    relative._ByUpdate(lambda *given: seen.append(given[-1]), BASE)(PARAMS, None, drawn)
+    sigma_units._ByUpdate(lambda *given: seen.append(given[-1]), BASE)(PARAMS, None, drawn)
     assert [own.sigma.device.type for own in seen] == ["meta"] * (len(SHAPES) + 1)
 
 
