@@ -45,7 +45,7 @@ def local(*, processes: int = 1, devices: Sequence[str] = ()) -> Launcher:
             while waiting or running:
                 while waiting and free:
                     job, place = waiting.pop(0), free.pop(0)
-                    running.append((job, place, _start(job, {"CUDA_VISIBLE_DEVICES": place} if place else {})))
+                    running.append((job, place, _process_of(job, {"CUDA_VISIBLE_DEVICES": place} if place else {})))
                 ended = [one for one in running if one[2].poll() is not None]
                 if not ended:
                     time.sleep(0.05)
@@ -100,7 +100,7 @@ def submitit_jobs(folder: Path, *, cluster: str | None = None, **parameters: Any
     return run
 
 
-def _start(job: Job, environment: Mapping[str, str]) -> subprocess.Popen:
+def _process_of(job: Job, environment: Mapping[str, str]) -> subprocess.Popen:
     job.log.parent.mkdir(parents=True, exist_ok=True)
     with open(job.log, "ab") as log:
         return subprocess.Popen(job.command, env={**os.environ, **environment}, stdout=log, stderr=subprocess.STDOUT)
@@ -114,7 +114,7 @@ class _Attempt:
 
     def __call__(self) -> int:
         if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
-            return _start(self.job, {}).wait()
+            return _process_of(self.job, {}).wait()
         asked, running = dict[int, None](), list[subprocess.Popen]()
 
         def forward(number: int, frame: FrameType | None) -> None:
@@ -125,7 +125,7 @@ class _Attempt:
         signals = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
         before: dict[int, Any] = {number: signal.signal(number, forward) for number in signals}
         try:
-            running.append(_start(self.job, {}))
+            running.append(_process_of(self.job, {}))
             if asked:  # while it started
                 running[0].terminate()
             status = running[0].wait()

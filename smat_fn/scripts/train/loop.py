@@ -140,7 +140,7 @@ def train_expert(
     key = random.fold_in(random.key(seed), task)
     training = budget(suite, task, training)
     assert training.steps is not None
-    run, state, kept = _start(suite, task, method, training, key, world, offload)
+    run, state, kept = _built(suite, task, method, training, key, world, offload)
     whole: Callable[[Any], Any] = run.whole if isinstance(run, Sharded) else lambda state: state
     if curve is None and training.dev is not None:
         curve = curve_of(suite, task, training, adapters_of(loss_of(suite, task, training), training))
@@ -229,7 +229,7 @@ def _restored(saver: Saver, state: Any, curve: DevCurve | None, result: Callable
     return found.state
 
 
-def _start(
+def _built(
     suite: Suite, task: str, method: MethodConfig, training: Training, key: Tensor, world: World, place: Place
 ) -> tuple[Method | Sharded, Any, storage.Host | None]:
     """The method on one task, its first state, and base in host memory where the device need not hold base."""

@@ -48,6 +48,17 @@ class Expert(NamedTuple):
     facts: dict[str, Any]  # JSON values that its manifest, and any checkpoint it resumes from, must have
 
 
+class Shared(NamedTuple):
+    """What all experts of a run share."""
+
+    suite: Suite
+    method: MethodConfig  # its sigma is a number
+    run: RunOptions
+    stop: Stop | None
+    world: World
+    report: Callable[[str], None]
+
+
 def whole(suite: Suite, expert: Expert, params: Params) -> Params:
     """All weights of a trained expert, in the dtypes of base."""
     if expert.adapters is None:
@@ -165,7 +176,8 @@ def train_run(
             run = replace(run, probe_at=replace(run.probe_at, sigma=settings(at)["sigma"]))
     if world.leads and (line := coarse_line(suite.base, method, training, above=0.5)):
         report(f"warning: {line}; --precision fp32 keeps the noise, and small updates too")
-    experts = _experts(suite, method, run, plans, origin, world)
+    shared = Shared(suite, method, run, stop, world, report)
+    experts = _experts(shared, plans, origin)
     _same_everywhere(world, experts)
     for line in never_simulated(method, {expert.task: expert.training.steps or 0 for expert in experts}):
         report(line)
@@ -180,7 +192,7 @@ def train_run(
             for task in run.tasks if run.overwrite else ():
                 snapshots.replace_expert(run.out, task)
         for expert in experts:
-            _train_one(suite, method, run, expert, stop=stop, world=world, report=report)
+            _train_one(shared, expert)
     return [run.out / expert.task for expert in experts]
 
 
@@ -238,14 +250,10 @@ def planned(
 
 
 def _experts(
-    suite: Suite,
-    method: MethodConfig,
-    run: RunOptions,
-    plans: Mapping[str, tuple[Training, Lora | None]],
-    sigma_from: Mapping[str, Any],
-    world: World,
+    shared: Shared, plans: Mapping[str, tuple[Training, Lora | None]], sigma_from: Mapping[str, Any]
 ) -> list[Expert]:
     """All experts, before the first one is trained."""
+    suite, method, run = shared[:3]
     facts = {
         "label": run.label or method.name.upper(),
         "method": method.name,
@@ -257,7 +265,7 @@ def _experts(
         **({"keep_moments": True} if run.keep_moments else {}),
         **({"sigma_from": sigma_from} if sigma_from else {}),
     }
-    found = {task: {**facts, "training": numbers(own, world)} for task, (own, _) in plans.items()}
+    found = {task: {**facts, "training": numbers(own, shared.world)} for task, (own, _) in plans.items()}
     if (rows := suite.train_rows) is not None:
         for task, (own, _) in plans.items():  # dev rows count where they choose the weights that are kept
             kept = {name: value for name, value in rows(task).items() if name != "dev" or own.dev is not None}
@@ -265,17 +273,9 @@ def _experts(
     return [Expert(task, *plan, json.loads(json.dumps(found[task]))) for task, plan in plans.items()]
 
 
-def _train_one(
-    suite: Suite,
-    method: MethodConfig,
-    run: RunOptions,
-    expert: Expert,
-    *,
-    stop: Stop | None,
-    world: World,
-    report: Callable[[str], None],
-) -> None:
+def _train_one(shared: Shared, expert: Expert) -> None:
     """Train and save an expert, from its checkpoint if there is one; a finished expert is kept."""
+    suite, method, run, stop, world, report = shared
     task, training = expert.task, expert.training
     steps, minutes = run.save_every_steps, run.save_every_minutes
     saver = Saver(snapshots.path_of(run.out, task), expert.facts, every_steps=steps, every_minutes=minutes)
@@ -292,7 +292,7 @@ def _train_one(
         code = _other_code(checkpoint.load_manifest(run.out / task)) if world.leads else ""
         report(f"{task}: already finished{code}{_relabelled(run, task) if world.leads else ''}")
         if world.leads:
-            _probe_finished(suite, run, task, report)
+            _probe_finished(shared, task)
         return
     if last is not None:
         report(f"{task}: resumes after step {last.step} of {training.steps}{_other_code(last._asdict())}")
@@ -302,7 +302,7 @@ def _train_one(
     if not world.leads:
         train()
         return
-    with _log(suite, run, expert, last, report) as log:
+    with _log(shared, expert, last) as log:
         try:
             params = train(log=log, on_state=kept)
             tree.check_finite(tree.flatten(params), f"the {task} expert")
@@ -311,7 +311,7 @@ def _train_one(
             raise ValueError("; ".join(filter(None, (str(error), where)))) from error
         finally:
             saver.wait()  # after an exception too: nothing appears later, in a run that begins anew
-        tell = partial(_manifest, suite, method, run, expert, params, log, curve, world, report)
+        tell = partial(_manifest, shared, expert, params, log, curve)
         again = run.overwrite or not snapshots.finished(run.out, task)
         try:
             save(suite, run.out / task, expert, params, tell, overwrite=again, moments=kept.moments)
@@ -354,8 +354,9 @@ def _relabelled(run: RunOptions, task: str) -> str:
     return said
 
 
-def _probe_finished(suite: Suite, run: RunOptions, task: str, report: Callable[[str], None]) -> None:
+def _probe_finished(shared: Shared, task: str) -> None:
     """Measure the probe of a finished expert, unless its manifest has one of these settings and rows, and write it."""
+    suite, run = shared.suite, shared.run
     if not run.probe or run.probe_at is None:
         return
     manifest = manifest_of(run.out / task)
@@ -365,29 +366,20 @@ def _probe_finished(suite: Suite, run: RunOptions, task: str, report: Callable[[
         return
     found = lora.load_expert(run.out / task, suite.base)[0]
     full = {path: leaf.to(suite.base[path].device) for path, leaf in found.items()}
-    probed = _probe(suite, task, full, run, report)
+    probed = _probe(shared, task, full)
     text = json.dumps({**manifest, "probe": probed}, indent=2, allow_nan=False)
     checkpoint.write_text(run.out / task / checkpoint.MANIFEST, text + "\n")
 
 
-def _manifest(
-    suite: Suite,
-    method: MethodConfig,
-    run: RunOptions,
-    expert: Expert,
-    params: Params,
-    log: Log,
-    curve: DevCurve | None,
-    world: World,
-    report: Callable[[str], None],
-) -> dict[str, Any]:
+def _manifest(shared: Shared, expert: Expert, params: Params, log: Log, curve: DevCurve | None) -> dict[str, Any]:
     """The manifest of an expert whose weights were just written, so that the peak of memory is with that of saving.
 
     The probe comes after the peak was read: its memory and time are not those of training.
     """
+    suite, method, run, _, world, report = shared
     found, task, training = log.cost(), expert.task, expert.training
     full = whole(suite, expert, params)
-    probed = _probe(suite, task, full, run, report)
+    probed = _probe(shared, task, full)
     still = still_line(training, full, suite.base, log.largest_norm)
     found |= {"warning": still} if still else {}
     log.finish(**found, **{f"probe_{name}": probed[name] for name in ("clean", "simulated") if probed})
@@ -422,8 +414,9 @@ def _same_everywhere(world: World, experts: Sequence[Expert]) -> None:
     )
 
 
-def _log(suite: Suite, run: RunOptions, expert: Expert, last: Snapshot | None, report: Callable[[str], None]) -> Log:
+def _log(shared: Shared, expert: Expert, last: Snapshot | None) -> Log:
     """The log of an expert, continued after its checkpoint if there is one; peaks of memory count from here."""
+    suite, run = shared.suite, shared.run
     device, task, training = next(iter(suite.base.values())).device, expert.task, expert.training
     reset_peak(device)
     key, batch_rows, rates = random.fold_in(random.key(run.seed), task), suite.batch_rows, schedules(training)
@@ -438,7 +431,7 @@ def _log(suite: Suite, run: RunOptions, expert: Expert, last: Snapshot | None, r
         rows=None if batch_rows is None else lambda step: batch_rows(task, key, step),
         start=0 if last is None else last.step,
         before=None if last is None else last.progress,
-        report=report,
+        report=shared.report,
         trackers=run.log,
         run=f"{expert.facts['label']}-{task}-seed{run.seed}",
         config=expert.facts,
@@ -538,9 +531,9 @@ def _write_base(path: Path, suite: Suite, fingerprint: str, *, overwrite: bool) 
     checkpoint.save_expert(path, suite.base, manifest, overwrite=True)
 
 
-def _probe(suite: Suite, task: str, params: Params, run: RunOptions, report: Callable[[str], None]) -> dict[str, Any]:
+def _probe(shared: Shared, task: str, params: Params) -> dict[str, Any]:
     """Dev losses of an expert and of its simulated states, empty without --probe; the keys are the same in all runs."""
-    count = run.probe
+    suite, run, count = shared.suite, shared.run, shared.run.probe
     if not count or run.probe_at is None:
         return {}
     assert suite.dev_batches is not None
@@ -548,16 +541,9 @@ def _probe(suite: Suite, task: str, params: Params, run: RunOptions, report: Cal
     keys = random.split(random.fold_in(random.key(0), "probe"), count)
     loss_fn, batches = suite.loss_fn(task), suite.dev_batches(task)
     found = simulation.probe(loss_fn, params, suite.base, batches, keys, where=suite.where, **hyperparameters)
-    report(f"{task}: dev loss {found.clean:.4f}, at {count} simulated states {found.mean:.4f}")
-    spread = {"sd": stdev(found.simulated)} if count > 1 else {}
-    return {
-        "clean": found.clean,
-        "simulated": found.mean,
-        **spread,
-        "keys": count,
-        **hyperparameters,
-        **_dev_rows(suite, task),
-    }
+    shared.report(f"{task}: dev loss {found.clean:.4f}, at {count} simulated states {found.mean:.4f}")
+    losses = {"clean": found.clean, "simulated": found.mean} | ({"sd": stdev(found.simulated)} if count > 1 else {})
+    return {**losses, "keys": count, **hyperparameters, **_dev_rows(suite, task)}
 
 
 def _dev_rows(suite: Suite, task: str) -> dict[str, str]:
@@ -605,9 +591,7 @@ def still_line(training: Training, params: Params, base: Params, largest_norm: f
     found = tree.flatten(params)
     if not all(torch.equal(found.get(path, leaf), leaf) for path, leaf in tree.flatten(base).items()):
         return ""
-    if not any(
-        float(schedule(step)) for schedule in schedules(training).values() for step in range(training.steps or 0)
-    ):
+    if not any(float(rate(step)) for rate in schedules(training).values() for step in range(training.steps or 0)):
         cause = "the learning rate is 0 in every step: give another --lr, or less --warmup"
     elif not largest_norm:
         cause = (
