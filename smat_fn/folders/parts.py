@@ -118,7 +118,7 @@ def merge_part(
         begun = hashing.begin(files) if describe is not None and "inputs" not in progress else None
         try:
             survey = Survey(job, progress, save, {path for shard in mine for path in shard.offsets})
-            merge_shards(job, survey, mine, Work(folder, progress, save, hashing))
+            merge_shards(job, survey, mine, work := Work(folder, progress, save, hashing))
         except Changed:
             raise
         except ValueError:
@@ -130,7 +130,7 @@ def merge_part(
         progress["done"] = True
         save()
         running.close()
-        return _complete(job, shards, out, part, decided, hashing, describe, begin)
+        return _complete(job, shards, out, part, decided, work, describe, begin)
 
 
 def shares(job: Job, shards: Sequence[Shard], count: int) -> list[list[Shard]]:
@@ -151,12 +151,12 @@ def _complete(
     out: Path,
     part: Part,
     facts: Mapping[str, Any],
-    hashing: Hashing,
+    work: Work,
     describe: Describe | None,
     begin: float,
 ) -> Report | Waiting:
-    """Complete the folder if all parts are finished and no other process completes it."""
-    folder = work_folder(out)
+    """Complete the folder if all parts are finished and no other process completes it. Args: work: of this part."""
+    folder = work.folder
     with ExitStack() as lock:
         try:
             lock.enter_context(exclusive(out, wait=WAIT))
@@ -182,8 +182,8 @@ def _complete(
             progress |= _surveys(job, notes, placed)
             if describe is not None:
                 for i, file in enumerate(job.seen):
-                    hashing.know(file, notes[i % part.total + 1]["inputs"][i // part.total])
-            report = completed(job, Survey(job, progress), shards, folder, progress, hashing, describe, begin)
+                    work.hashing.know(file, notes[i % part.total + 1]["inputs"][i // part.total])
+            report = completed(job, Survey(job, progress), shards, work._replace(progress=progress), describe, begin)
         except Changed:
             raise
         except ValueError:

@@ -183,7 +183,7 @@ def write_job(
             survey = Survey(job, progress, work.save)
             made = (write or merge_shards)(job, survey, shards, work)
             job = job._replace(beside={**job.beside, **made})
-            report = completed(job, survey, shards, folder, progress, hashing, describe, begin)
+            report = completed(job, survey, shards, work, describe, begin)
         except Changed:
             raise
         except ValueError:
@@ -213,23 +213,16 @@ def merge_shards(job: Job, survey: Survey, shards: Sequence[Shard], work: Work) 
 
 
 def completed(
-    job: Job,
-    survey: Survey,
-    shards: Sequence[Shard],
-    folder: Path,
-    progress: Mapping[str, Any],
-    hashing: Hashing,
-    describe: Describe | None,
-    begin: float,
+    job: Job, survey: Survey, shards: Sequence[Shard], work: Work, describe: Describe | None, begin: float
 ) -> Report:
     """Write all files beside finished shards. Raises: ValueError if an input changed while it was read."""
     size = sum(shard.size - len(shard.header) for shard in shards)
-    files = fill(folder, job.beside, shards)
+    files = fill(work.folder, job.beside, shards)
     check_unchanged(job.seen)  # a file that is gone cannot be hashed
-    report = _report(job, survey, progress, files, hashing, described=describe is not None)
+    report = _report(job, survey, work, files, described=describe is not None)
     report = report._replace(bytes=size, seconds=time.perf_counter() - begin)
     for name, text in (describe or partial(_manifest, job))(files, report).items():
-        write_text(folder / name, text)
+        write_text(work.folder / name, text)
     check_unchanged(job.seen)  # once all that is said of them has been read
     return report
 
@@ -241,16 +234,15 @@ def moved(report: Report, folder: Path, out: Path) -> Report:
     return report._replace(hashes={files.get(file, file): digest for file, digest in report.hashes.items()})
 
 
-def _report(
-    job: Job, survey: Survey, progress: Mapping[str, Any], files: Sequence[Path], hashing: Hashing, *, described: bool
-) -> Report:
+def _report(job: Job, survey: Survey, work: Work, files: Sequence[Path], *, described: bool) -> Report:
     """The report of a merge, before its size and time are known."""
-    error, change = (math.sqrt(sum(shard["sums"][i] for shard in progress["shards"].values())) for i in (0, 1))
+    done = work.progress["shards"]
+    error, change = (math.sqrt(sum(shard["sums"][i] for shard in done.values())) for i in (0, 1))
     ratio = error / change if change else math.inf if error else 0.0
     inputs = {opened.label: list(opened.stores) for opened in (job.base, *job.experts.values())}
     named = {str(file.relative_to(files[0].parent)): file for file in files}
-    known = {file: progress["shards"][name]["sha256"] for name, file in named.items() if name in progress["shards"]}
-    hashes = hashing.digests([*(file for file in files if file not in known), *(job.seen if described else ())])
+    known = {file: done[name]["sha256"] for name, file in named.items() if name in done}
+    hashes = work.hashing.digests([*(file for file in files if file not in known), *(job.seen if described else ())])
     mixture = any(folder is job.base for folder in job.experts.values())
     alone = all(own.stores.keys() == job.base.stores.keys() for own in job.experts.values())
     copied = alone and not job.config.based  # such as a stack
