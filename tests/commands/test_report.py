@@ -8,7 +8,8 @@ import pytest
 import smat_fn.report
 from smat_fn.evaluate import Result, read_results, write_results
 from smat_fn.report import plots, write_full_report
-from smat_fn.scripts.evaluate import evaluation, reporting, sources
+from smat_fn.scripts.commands import eval as command
+from smat_fn.scripts.evaluate import evaluation, sources
 
 from .conftest import assert_effects
 
@@ -24,7 +25,7 @@ def test_every_option_reaches_a_report(monkeypatch, tmp_path):
 
     def call(options):
         got.clear()
-        reporting.report(options)
+        command.report(options)
         return dict(got)
 
     elsewhere = tmp_path / "elsewhere"
@@ -33,7 +34,7 @@ def test_every_option_reaches_a_report(monkeypatch, tmp_path):
         ({"out": elsewhere}, {"out": elsewhere, "besides": elsewhere}),
         *(({name: value}, {name: value}) for name, value in (("title", "T"), ("split", "dev"), ("reference", "SMAT"))),
     ]
-    assert_effects(call, reporting.Report((STUDY,), tmp_path), table, besides={"overwrite"})  # tested below
+    assert_effects(call, command.Report((STUDY,), tmp_path), table, besides={"overwrite"})  # tested below
 
 
 @pytest.fixture

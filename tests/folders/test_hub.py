@@ -17,7 +17,6 @@ from smat_fn.folders import merge_folders, plan
 from smat_fn.folders.inputs.hub import push, push_problems
 from smat_fn.models import pretrained
 from smat_fn.scripts.merge import moe, streaming
-from smat_fn.scripts.merge.pushing import pushed
 from smat_fn.scripts.merge.settings import Moe
 from smat_fn.scripts.recipes.resolve import resolve
 
@@ -222,7 +221,7 @@ def test_a_merged_model_is_pushed_without_what_is_of_this_machine(hub, models, t
     order = streaming.order(models / "base", [models / "one"], out=tmp_path / "out", seed=0)
     (_,) = streaming.stream_run([TA], order)
     made = tmp_path / "out/ta"
-    (line,) = pushed("owner/merged", public=False, count=1)(made)
+    (line,) = streaming.pushed("owner/merged", public=False, count=1)(made)
     assert line == f"pushed: {hub.url}/owner/merged/commit/{hub.sha('owner/merged', 'main')}"
     here = {str(file.relative_to(made)): file.read_bytes() for file in made.rglob("*") if file.is_file()}
     assert here.pop(checkpoint.SOURCES)
@@ -242,6 +241,6 @@ def test_what_cannot_be_pushed_is_said_before_anything_is_merged(hub, models, tm
         push(models / "base", "owner/new", private=True, without=[])
     monkeypatch.setenv("HF_TOKEN", small_hub.TOKEN)
     with pytest.raises(ValueError, match="takes one merged model, here are 5"):
-        pushed("owner/new", public=False, count=5)
+        streaming.pushed("owner/new", public=False, count=5)
     with pytest.raises(ValueError, match="--public requires"):
-        pushed(None, public=True, count=1)
+        streaming.pushed(None, public=True, count=1)

@@ -21,7 +21,6 @@ from smat_fn.scripts import cli, outcome
 from smat_fn.scripts.analyse import pictures, scores, weights
 from smat_fn.scripts.analyse.commands import SUITE
 from smat_fn.scripts.analyse.commands import command as analysis
-from smat_fn.scripts.evaluate.reporting import Report, report
 
 AS_TRAINED = arg(help_behavior_hint="(default: as they were trained)")
 
@@ -104,6 +103,48 @@ def main(args: Eval) -> None:
         outcome.add("written", args.plot)
     outcome.line(verdict := evaluation.verdict(table))
     outcome.add("verdict", verdict)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Report on finished runs, from stored results: one HTML page, Markdown, CSV and PNG; nothing is evaluated."""
+
+    sources: Annotated[Positional[tuple[Path, ...]], arg(metavar="PATH...", help_behavior_hint="(at least one)")]
+    """Folders of eval.py --out, of studies, of analyses; or files of scores (JSON lines)."""
+    out: Path
+    """Folder for report.html, report.md, tables as CSV and figures as PNG."""
+    title: str = "Results"
+    """Title of the page."""
+    split: Literal["test", "dev"] = "test"
+    """Split whose scores are reported."""
+    reference: str = "FT"
+    """Label of the reference that others are compared with."""
+    overwrite: bool = False
+    """Replace a report that exists."""
+
+
+def report(options: Report) -> None:
+    """Find the results and write the report. Raises: ValueError as `read_sources`; for no sources."""
+    if not options.sources:
+        raise ValueError("give at least one folder of scores")
+    if (page := options.out / "report.html").exists() and not options.overwrite:
+        raise ValueError(f"{page} exists: choose another --out or pass --overwrite")
+    from smat_fn.report import write_full_report
+    from smat_fn.scripts.evaluate.sources import read_sources
+
+    found = read_sources(options.sources, besides=options.out)
+    page = write_full_report(
+        options.out,
+        found.rows,
+        found.runs,
+        title=options.title,
+        split=options.split,
+        reference=options.reference,
+        facts=found.facts,
+        extra=found.analyses,
+    )
+    outcome.line(f"report: {page}")
+    outcome.add("written", page)
 
 
 def command(script: str, launch: Sequence[str]) -> None:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from ...folders import (
     prepare,
 )
 from ...folders.files import UNITS, Hashing, size_text
+from ...folders.inputs import hub
 from ...folders.inputs.adapters import is_adapter
 from ...folders.inputs.opening import open_input
 from ...folders.inputs.side_files import TOKENIZER
@@ -45,7 +46,6 @@ from .card import card, licenses_of, rounding
 from .finished import differences, hashes, is_merged, other_inputs, seconds_to_hash, texts
 from .inputs import by_name, depth_problems, facts_of, manifest_of, mask_key, other_weights, rewritten_meanwhile
 from .origin import base_problems, name_problems
-from .pushing import pushed
 
 DONE = "already finished: its files and inputs match its model card"
 
@@ -165,6 +165,25 @@ def run(
     for config, merged in zip(configs, stream_run(configs, order), strict=True):
         yield from summary(config, *merged, order.coefs)
         yield from with_push(merged[0])
+
+
+def pushed(repository: str | None, *, public: bool, count: int) -> Callable[[Path], Iterable[str]]:
+    """Function that pushes a finished folder and yields a line about it; it does nothing without a repository.
+
+    Args: count: merged models of this call.
+    Raises: ValueError for a name, a token or a number of models that cannot be pushed, before anything is merged.
+    """
+    if repository is None:
+        errors.raise_problems(["--public requires --push-to-hub"] if public else [])
+        return lambda folder: ()
+    problems = hub.push_problems(repository)
+    problems += [f"--push-to-hub takes one merged model, here are {count}: give one merger"] if count != 1 else []
+    errors.raise_problems(problems)
+
+    def push(folder: Path) -> Iterable[str]:
+        yield f"pushed: {hub.push(folder, repository, private=not public, without=[checkpoint.SOURCES])}"
+
+    return push
 
 
 def bytes_of(size: str) -> int:
