@@ -2,8 +2,8 @@
 
 import hashlib
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -364,7 +364,7 @@ def _overlaps(model: nn.Module, leaves: Mapping[str, nn.Parameter]) -> list[str]
     trained = {id(p): path for path, p in leaves.items()}
     ranges = sorted(
         (str(own.device), *_range(own), place, trained.get(id(own), path), id(own) in trained)
-        for place, (path, own) in enumerate(_tensors(model))
+        for place, (path, own) in enumerate(chain(model.named_parameters(), model.named_buffers()))
         if own.numel() and not own.is_meta and not is_traceable_wrapper_subclass(own) and own.layout == torch.strided
     )
     problems = list[str]()
@@ -385,11 +385,6 @@ def _overlaps(model: nn.Module, leaves: Mapping[str, nn.Parameter]) -> list[str]
             "simulated step: tie them as one nn.Parameter in both modules, or clone one of them"
         )
     return errors.shortened(problems, "{} more share memory")
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
 
 
 def _range(tensor: Tensor) -> tuple[int, int]:

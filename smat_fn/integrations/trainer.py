@@ -417,16 +417,8 @@ def attach(
     Source: paper sections 4.1 to 4.3; alpha_max, factors and antithetic are not in it. Memory: theta_0 and theta~
     beside the model; theta~ alone with "host".
     """
-    hyper: dict[str, Any] = {
-        "alpha_min": alpha_min,
-        "drop_prob": drop_prob,
-        "sigma": sigma,
-        "period": period,
-        "noise": noise,
-        "alpha_max": alpha_max,
-        "factors": factors,
-        "antithetic": antithetic,
-    }
+    hyper: dict[str, Any] = {"alpha_min": alpha_min, "drop_prob": drop_prob, "sigma": sigma, "period": period}
+    hyper |= {"noise": noise, "alpha_max": alpha_max, "factors": factors, "antithetic": antithetic}
     problems = errors.problems_of(Schedule, **hyper) + checks.key_problems(key)
     problems += errors.problems_of(tree.predicate, where)
     if isinstance(base, str) and base != "host":

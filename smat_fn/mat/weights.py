@@ -143,7 +143,9 @@ class SimulatedWeights:
         begun = {path: (p.grad, _version(p.grad)) for path, p in self._parameters.items() if p.grad is not None}
         first = drawn is not self._passed
         if self._module is not None:
-            raise_problems(self._module_problems(self._module))
+            now = trained.leaves_of(self._module)
+            found = trained.changes(self._parameters, now, "when SimulatedWeights was made")
+            raise_problems([*found, "make it again, from theta_0 (base=)"] if found else [])
             if first and self._differentiated:
                 raise ValueError(
                     "the gradient of the draw before was not reweighted: call reweight_grads(drawn) after the last "
@@ -181,12 +183,6 @@ class SimulatedWeights:
         if not self._masks:  # the number may be on a GPU, which is waited for
             found = mask_problems(picks, self._parameters, drawn.drop_prob.item())
             problems += [f"{text}; where=smat_fn.where.never switches Mask off on purpose" for text in found]
-        return problems
-
-    def _module_problems(self, module: nn.Module) -> list[str]:
-        now = trained.leaves_of(module)
-        problems = trained.changes(self._parameters, now, "when SimulatedWeights was made")
-        problems += ["make it again, from theta_0 (base=)"] if problems else []
         return problems
 
     @contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..types import Params
 from .parts.inputs import Experts, count_problems
 from .parts.merger import Mapped, Rule, merged, vector_function
-from .parts.spectral import Mix, OfMatrices, matrix_rule, skip_problems
+from .parts.spectral import OfMatrices, matrix_rule, skip_problems
 
 
 def svc(base: Params, experts: Experts, *, coef: float = 1.0, alpha: float = 1.0, skip: Sequence[str] = ()) -> Params:
@@ -68,10 +68,8 @@ class Svc(OfMatrices):
         return problems + ([] if fine else [f"alpha is {self.alpha}, must be above 0 and finite"])
 
     def rule(self, leaves: Mapped) -> Rule:
-        def mix(_: str) -> Mix:
-            return partial(calibrated, alpha=self.alpha)
-
-        return matrix_rule(leaves, self.skip, mix, lambda deltas: deltas[0].clone())
+        mix = partial(calibrated, alpha=self.alpha)
+        return matrix_rule(leaves, self.skip, lambda _: mix, lambda deltas: deltas[0].clone())
 
 
 svc_vector = vector_function(Svc)

@@ -153,7 +153,7 @@ def header_problems(inputs: Mapping[str, Path], *, rows: bool, shapes: bool = Tr
 def _comparable(start: Leaves, leaves: Leaves, config: Mapping[str, Any], *, rows: bool) -> Leaves:
     """Without heads, which may be tied, and with base's rows where others may be cut or merged by token.
 
-    What one of two models may lack (`spare.may_be_spare`) is compared only where both have it.
+    What one of two models may lack (`may_be_spare`) is compared only where both have it.
     """
     spelled = as_base_spells(start, leaves)
     leaves = {spelled[path]: leaf for path, leaf in leaves.items()}

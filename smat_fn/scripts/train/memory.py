@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...config import MethodConfig
-from ...mat.offload.storage import Host
+from ...mat.offload.storage import Host, held
 from ...types import Offload
 
 STRUCTURE_ALONE = "ft", "asam", "mergopt"  # methods that read shapes and dtypes of base, not its values
@@ -75,10 +75,10 @@ def offloaded(leaves: Mapping[str, Tensor], kept: Host) -> Iterator[None]:
     ``leaves`` share is not freed.
     """
     storages = {leaf.untyped_storage().data_ptr(): leaf.untyped_storage() for leaf in leaves.values()}
-    held = dict.fromkeys(storages, 0)
+    shares = dict.fromkeys(storages, 0)
     for leaf in leaves.values():
-        held[leaf.untyped_storage().data_ptr()] += leaf.nbytes
-    own = [(storages[place], size) for place, size in held.items() if storages[place].nbytes() == size]
+        shares[leaf.untyped_storage().data_ptr()] += leaf.nbytes
+    own = [(storages[place], size) for place, size in shares.items() if storages[place].nbytes() == size]
     try:
         for storage, _ in own:
             storage.resize_(0)
@@ -87,6 +87,4 @@ def offloaded(leaves: Mapping[str, Tensor], kept: Host) -> Iterator[None]:
         for storage, size in own:
             storage.resize_(size)
         for path, leaf in leaves.items():
-            parts = [memory for _, _, memory in kept.pieces(path, 0, leaf.numel())]
-            if parts:
-                leaf.copy_((parts[0] if len(parts) == 1 else torch.cat(parts)).view(leaf.shape))
+            leaf.copy_(held(kept, {path: leaf})[path])

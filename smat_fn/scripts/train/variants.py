@@ -69,17 +69,9 @@ def numbers(training: Training, world: World = ALONE) -> dict[str, Any]:
     The number of processes is one where draws depend on it; elsewhere steps depend on it by rounding alone.
     """
     left_out = (
-        "epochs",
-        "lora",
-        "independent_draws",
-        "warmup",
-        "decay_matrices",
-        "average",
-        "dropout",
-        "dev",
-        "compiled",
+        "epochs", "lora", "independent_draws", "warmup", "decay_matrices", "average", "dropout", "dev", "compiled",
         "shard",
-    )
+    )  # fmt: skip
     values = asdict(training)
     if training.lora is not None:
         values["lora"] = {
