@@ -49,7 +49,7 @@ class Expert(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What all experts of a run share."""
+    """Values that all experts of a run share."""
 
     suite: Suite
     method: MethodConfig  # its sigma is a number
