@@ -1,5 +1,6 @@
 """Rows of images and labels, from encoded images, arrays, or one folder per class."""
 
+import hashlib
 import io
 import logging
 import re
@@ -7,12 +8,15 @@ import unicodedata
 import zipfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from ..errors import complain, name_rows
+from .cache import cached, versions
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +41,23 @@ class Images:
         """The image as it is stored."""
         return _encoded(self.read(self.indices[place]))
 
+    @cached_property
+    def hashes(self) -> list[bytes]:
+        """Hash of every stored image."""
+        with ThreadPoolExecutor() as pool:
+            return list(pool.map(lambda place: hash_of(self.encoded(place)), range(len(self))))
+
     def take(self, places: Sequence[int] | np.ndarray, axis: int = 0) -> "Images":
         """Some of the images, as ``numpy.ndarray.take`` along the first axis."""
-        return Images(self.read, [self.indices[place] for place in places])
+        some = Images(self.read, [self.indices[place] for place in places])
+        if "hashes" in vars(self):
+            vars(some)["hashes"] = [self.hashes[place] for place in places]
+        return some
+
+
+def hash_of(stored: bytes) -> bytes:
+    """128-bit BLAKE2b."""
+    return hashlib.blake2b(stored, digest_size=16).digest()
 
 
 class ImageRows(NamedTuple):
@@ -121,25 +139,42 @@ def image_rows(
         span = f"0 to {limit - 1}, the places of the class names" if class_names else "0, 1, ..."
         problems.append(f"the label of {name_rows(outside)} is outside {span}")
     if isinstance(images, Images):
-        from PIL import UnidentifiedImageError
-
-        def fault(place: int) -> str:
-            try:
-                images[place]
-            except Exception as error:  # Pillow raises errors of many kinds on broken data
-                cell = images.read(images.indices[place])
-                file = f" {name}" if isinstance(cell, Mapping) and (name := cell.get("path")) else ""
-                reason = "it is not an image" if isinstance(error, UnidentifiedImageError) else error
-                return f"the image of row {place}{file} does not decode ({reason})"
-            return ""
-
-        with ThreadPoolExecutor() as pool:
-            faults = [found for found in pool.map(fault, range(len(images))) if found]
+        faults = [fault for place in _broken(images) if (fault := _fault(images, place))]
         problems += faults[:_SHOWN]
         if len(faults) > _SHOWN:
             problems.append(f"nor do {len(faults) - _SHOWN} more")
     complain(where, problems)
     return ImageRows(images, np.asarray(labels, dtype=np.int64), class_names)
+
+
+def _broken(images: Images) -> list[int]:
+    """Places of images that do not decode, through the cache: hashing them takes much less time."""
+
+    def decoded() -> dict[str, torch.Tensor]:
+        with ThreadPoolExecutor() as pool:
+            faults = pool.map(lambda place: _fault(images, place), range(len(images)))
+            return {"broken": torch.tensor([place for place, fault in enumerate(faults) if fault], dtype=torch.int64)}
+
+    try:
+        hashes = images.hashes
+    except Exception:  # one that cannot be read
+        return decoded()["broken"].tolist()
+    config = {"images": hash_of(b"".join(hashes)).hex(), **versions("pillow")}
+    return cached("decoded-images", config, decoded)["broken"].tolist()
+
+
+def _fault(images: Images, place: int) -> str:
+    """Why an image does not decode, an empty text if it does."""
+    from PIL import UnidentifiedImageError
+
+    try:
+        images[place]
+    except Exception as error:  # Pillow raises errors of many kinds on broken data
+        cell = images.read(images.indices[place])
+        file = f" {name}" if isinstance(cell, Mapping) and (name := cell.get("path")) else ""
+        reason = "it is not an image" if isinstance(error, UnidentifiedImageError) else error
+        return f"the image of row {place}{file} does not decode ({reason})"
+    return ""
 
 
 def _visible(folder: Path) -> list[Path]:

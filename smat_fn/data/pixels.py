@@ -18,7 +18,7 @@ from torch import Tensor
 from ..checkpoint import fingerprint
 from ..progress import bar
 from .cache import HELD, cached, versions
-from .images import Images
+from .images import Images, hash_of
 
 _TOGETHER = 16
 _ELEMENTWISE = ("do_rescale", "do_normalize", "include_top")  # the last of EfficientNet: it normalizes twice
@@ -99,8 +99,7 @@ def open_pixels(images: np.ndarray | Images, processor: Any, first: Tensor) -> P
 
 def each(images: np.ndarray | Images) -> list[bytes]:
     """Hash of every stored image."""
-    stored = (images[i].tobytes() if isinstance(images, np.ndarray) else images.encoded(i) for i in range(len(images)))
-    return [hashlib.blake2b(own, digest_size=16).digest() for own in stored]
+    return [hash_of(image.tobytes()) for image in images] if isinstance(images, np.ndarray) else images.hashes
 
 
 def content(images: np.ndarray | Images) -> str:

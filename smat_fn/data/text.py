@@ -38,6 +38,11 @@ class Cut(NamedTuple):
     whole_answer: float  # no token of the answer is left
     longest: int  # tokens of the longest row, EOS included
 
+    def among(self, rows: int) -> "Cut":
+        """The effect on so many rows, of which all that are cut are counted here."""
+        eos, answer, whole_answer = (round(share * self.rows) / rows for share in self[1:4])
+        return Cut(rows, eos, answer, whole_answer, self.longest)
+
 
 def pad_id(tokenizer: Any) -> int:
     """The padding id of short rows: PAD, or EOS where there is none.

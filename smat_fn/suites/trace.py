@@ -390,19 +390,24 @@ class Trace(BaseSuite):
 
     def cuts(self, task: str) -> text.Cut:
         self.check(task)
+        lengths, limit = [max(map(len, own)) for own in self._examples(task, "train")], self.options.max_length
+        # shorter examples are not cut: most rows need not be tokenized again
+        places = [place for place, length in enumerate(lengths) if length >= limit]
+        if not places:
+            return text.Cut(len(lengths), 0.0, 0.0, 0.0, max(lengths))
         if self.options.chat:
-            return chat.cut_report(self._chats[task, "train"], self._lm.tokenizer, max_length=self.options.max_length)
-        rows = {task: _pairs(self._rows[task, "train"])}
-        return self._form.cut_report(rows, self._lm.tokenizer, max_length=self.options.max_length)[task]
+            chats = _some(self._chats[task, "train"], places)
+            return chat.cut_report(chats, self._lm.tokenizer, max_length=limit).among(len(lengths))
+        rows = {task: _pairs(_some(self._rows[task, "train"], places))}
+        return self._form.cut_report(rows, self._lm.tokenizer, max_length=limit)[task].among(len(lengths))
 
     @remembered
     def content(self, task: str, split: str) -> str:
         tokenizer = self._lm.tokenizer
-        backend = getattr(tokenizer, "backend_tokenizer", None)
         facts = {
             "rows": self._rows[task, split],
             "tokens": self._tokens(task, split),
-            "tokenizer": backend.to_str() if backend else sorted(tokenizer.get_vocab().items()),
+            "tokenizer": self._tokenizer(),
             "special": [
                 tokenizer.eos_token_id,
                 *sorted(tokenizer.all_special_ids),
@@ -420,6 +425,12 @@ class Trace(BaseSuite):
         if metric not in TRACE_METRICS.values() and ":" in self.options.metric:  # its name alone stays when it changes
             facts["metric"] = inspect.getsource(sys.modules[self.options.metric.partition(":")[0]])
         return content_key(facts)
+
+    @remembered  # megabytes, the same for all tasks
+    def _tokenizer(self) -> str:
+        tokenizer = self._lm.tokenizer
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        return content_key({"all": backend.to_str() if backend else sorted(tokenizer.get_vocab().items())})
 
     def _metric(self, task: str) -> TextMetric:
         return TRACE_METRICS.get(task) or metric_of(self.options.metric)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from smat_fn.data import images
 from smat_fn.data.images import Images
 from smat_fn.data.rows import load_rows
 
@@ -52,6 +53,29 @@ def test_what_is_wrong_with_folders_is_told(tmp_path):
     (tmp_path / "t" / "train.json").write_text("[]")
     with pytest.raises(ValueError, match=r"train\.json and train: keep one"):
         load_rows(tmp_path, "t", "train")
+
+
+def test_images_are_decoded_to_check_them_once_whatever_the_command(tmp_path, monkeypatch):
+    """Thousands of photographs would take minutes each time."""
+    monkeypatch.setenv("SMAT_FN_CACHE", str(tmp_path / "cache"))
+    decoded, decode = [], images._decode
+    monkeypatch.setattr(images, "_decode", lambda encoded: decoded.append(1) or decode(encoded))
+    files = [tmp_path / "t" / "train" / "a" / f"{i}.png" for i in range(3)]
+    for value, file in enumerate(files):
+        write(file, value)
+    for _ in range(2):
+        rows = load_rows(tmp_path, "t", "train")
+        assert len(decoded) == 3
+    assert rows.images.take([2, 0]).hashes == [images.hash_of(files[i].read_bytes()) for i in (2, 0)]
+    whole = files[1].read_bytes()
+    files[1].write_bytes(whole[:40])
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"the image of row 1 .*1\.png does not decode"):
+            load_rows(tmp_path, "t", "train")
+    files[1].write_bytes(whole)
+    before = len(decoded)
+    load_rows(tmp_path, "t", "train")
+    assert len(decoded) == before
 
 
 def test_an_image_as_it_is_stored(tmp_path):

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from smat_fn import checkpoint, random, tree
 from smat_fn.config import PRESETS, Dev, Finetune, TaskArithmetic, Training
-from smat_fn.data import text
+from smat_fn.data import chat, text
 from smat_fn.data.batching import batch_indices
 from smat_fn.errors import problems_of
 from smat_fn.evaluate.decoding import TRACE, Decoding, generator
@@ -175,6 +175,36 @@ def test_options_reach_the_rows(load, suite):
     assert short.cuts("FOMC").rows == 5
     assert short.cuts("FOMC").eos == 1
     assert suite.cuts("FOMC").eos == 0
+
+
+def test_rows_that_are_not_cut_are_tokenized_once(load, folders):
+    tokenized: list[str] = []
+    own = load(max_length=12)
+
+    class Counted(chat.Rendered):
+        def __call__(self, texts, **options):
+            tokenized.extend(texts)
+            return self.tokenizer(texts, **options)
+
+    rows, tokenizer = pairs(folders, "FOMC", "train"), own._lm.tokenizer
+    lengths = [len(example.input_ids) for example in own._examples("FOMC", "train")]
+    whole = text.cut_report({"FOMC": rows}, tokenizer, max_length=12)["FOMC"]
+    own._lm = own._lm._replace(tokenizer=Counted(tokenizer))
+    assert own.cuts("FOMC") == whole
+    assert len(tokenized) == 2 * lengths.count(12)
+    longest = load(max_length=whole.longest + 1)
+    longest._examples("FOMC", "train")
+    longest._lm = longest._lm._replace(tokenizer=None)
+    assert longest.cuts("FOMC") == (len(rows), 0, 0, 0, whole.longest)
+
+
+def test_the_vocabulary_is_hashed_once_for_all_tasks(load, monkeypatch):
+    own, hashed = load(), []
+    monkeypatch.setattr(trace, "content_key", lambda facts: hashed.append([*facts]) or "")
+    for task in own.tasks:
+        own.content(task, "test")
+    assert hashed.count(["all"]) == 1
+    assert len(hashed) == 1 + len(own.tasks)
 
 
 def test_without_a_loss_on_prompts_they_are_decoded_with_their_line_end(load, folders):
