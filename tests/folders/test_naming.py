@@ -44,6 +44,17 @@ def test_a_checkpoint_is_seen_as_its_module_and_stored_again_bit_for_bit(name, t
     assert all(torch.equal(leaf, before[name] + 1) for name, leaf in moved.items())
 
 
+def test_an_auto_class_that_does_not_fit_is_not_asked_for_its_error_which_imports_every_model(tmp_path, monkeypatch):
+    import transformers
+
+    families.write_base("vit (backbone alone)", tmp_path)
+    expected = [type(own.model) for own in namings(open_folder("base", tmp_path))]
+    asked = []
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", asked.append)
+    assert [type(own.model) for own in namings(open_folder("base", tmp_path))] == expected != []
+    assert asked == []
+
+
 def test_what_could_not_be_exported_is_known_from_headers(tmp_path):
     families.write_base("qwen3_moe", tmp_path)
     params = families.load("qwen3_moe", tmp_path).params

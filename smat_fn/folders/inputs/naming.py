@@ -106,6 +106,8 @@ def _models(root: Path) -> Iterator[Any]:
 
 def _built(kind: Any, config: Any) -> Any:
     """A model without memory; None where this class, or none of it, is not for such a configuration."""
+    if type(config) not in getattr(kind, "_model_mapping", (type(config),)):
+        return None  # the auto class's own error lists all models, and imports them for it: two seconds
     make = getattr(kind, "from_config", kind)
     try:
         with _quiet(), torch.device("meta"):
