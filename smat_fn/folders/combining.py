@@ -1,8 +1,7 @@
 """LoRA adapters of one base merged into one adapter: folders that PEFT wrote in, one that it loads out."""
 
 import json
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .. import __version__, checkpoint, errors
 from ..merge.around.factors import Factors
@@ -27,7 +27,8 @@ Texts: TypeAlias = Callable[[Sequence[Path], Mapping[str, Sequence[Path]]], Mapp
 class Combined(NamedTuple):
     """Report of `merge_adapters`."""
 
-    ranks: dict[str, int]  # of every module
+    modules: tuple[str, ...]
+    rank: int  # of all modules
     partial: tuple[str, ...]  # modules that some adapters lack
     bytes: int
     notes: tuple[str, ...]  # on tokenizers that differ
@@ -44,9 +45,9 @@ def merge_adapters(
 ) -> Combined:
     """Write the adapter that ``combine`` makes of adapters; base is not read, the folder is written atomically.
 
-    ``lora_alpha`` is the rank, and ``use_rslora`` off, so that ΔW = BA; unequal ranks of modules are in
-    ``rank_pattern`` and ``alpha_pattern``. Tensors have the widest dtype of the adapters'. Tokenizer and chat template
-    are those of the first adapter that holds any.
+    ``lora_alpha`` is the rank, and ``use_rslora`` off, so that ΔW = BA. All modules have the largest rank: lower ones
+    are padded with zeros, since llama.cpp reads no patterns. Tensors have the widest dtype of the adapters'. Tokenizer
+    and chat template are those of the first adapter that holds any.
 
     Args:
         adapters: folders or hub names by name.
@@ -66,13 +67,14 @@ def merge_adapters(
     broken = [m for m, (a, b, _) in merged.items() if not bool(a.isfinite().all() and b.isfinite().all())]
     if broken:
         raise ValueError(f"the merged factors of {', '.join(broken[:3])} are NaN or infinite: nothing is written")
-    stored = _stored(merged, held)
+    rank = max(factors.rank for factors in merged.values())
+    stored = _stored(merged, held, rank)
     out = checkpoint.follow(out)
     with exclusive(out):
         checkpoint.sweep(out)  # what a killed call has left
         with checkpoint.atomic_folder(out, overwrite=overwrite) as folder:
             save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
-            config = json.dumps(_config(held, merged, base), indent=2) + "\n"
+            config = json.dumps(_config(held, merged, base, rank), indent=2) + "\n"
             (folder / CONFIG).write_text(config, encoding="utf-8")
             files, notes = tokenizer_of(places)
             made = fill(folder, files, [])
@@ -81,7 +83,8 @@ def merge_adapters(
             for file, text in {checkpoint.MANIFEST: plain, **given}.items():
                 (folder / file).write_text(text, encoding="utf-8")
     return Combined(
-        {module: factors.rank for module, factors in merged.items()},
+        tuple(merged),
+        rank,
         tuple(module for module in merged if any(module not in found.factors for found in held.values())),
         sum(tensor.nbytes for tensor in stored.values()),
         notes,
@@ -115,15 +118,19 @@ def tokenizer_of(places: Mapping[str, Path]) -> tuple[Files, tuple[str, ...]]:
     return {**files_of(root, TOKENIZER)}, tuple(notes)
 
 
-def _stored(merged: Mapping[str, Factors], held: Mapping[str, Held]) -> dict[str, Tensor]:
-    """The tensors of the merged adapter. Raises: ValueError for values beyond the range of the widest dtype."""
+def _stored(merged: Mapping[str, Factors], held: Mapping[str, Held], rank: int) -> dict[str, Tensor]:
+    """The tensors of the merged adapter, all of one rank.
+
+    Raises: ValueError for values beyond the range of the widest dtype.
+    """
     halves = [half for found in held.values() for factors in found.factors.values() for half in factors[:2]]
     kind = reduce(torch.promote_types, (half.dtype for half in halves))
     embeddings = {module for found in held.values() for module in found.embeddings}
     stored = {
         PREFIX + path: half.to(kind).contiguous().clone()
-        for module, factors in merged.items()
-        for path, half in stored_halves(module, factors.a, factors.b, embedding=module in embeddings).items()
+        for module, (a, b, _) in merged.items()
+        for wider in [(pad(a, (0, 0, 0, rank - len(a))), pad(b, (0, rank - len(a))))]
+        for path, half in stored_halves(module, *wider, embedding=module in embeddings).items()
     }
     wide = [path for path, half in stored.items() if not bool(half.isfinite().all())]
     if wide:
@@ -196,13 +203,8 @@ def _revision(held: Held) -> str:
     return "" if revision in (None, "main") else f"@{revision}"
 
 
-def _config(held: Mapping[str, Held], merged: Mapping[str, Factors], base: str | None) -> dict[str, Any]:
+def _config(held: Mapping[str, Held], merged: Collection[str], base: str | None, rank: int) -> dict[str, Any]:
     configs = [found.config for found in held.values()]
-    ranks = {module: factors.rank for module, factors in merged.items()}
-    rank = max(ranks.values())
-    # peft takes the first expression that a module's path ends with, so that longer ones must come first
-    unlike = dict(sorted(ranks.items(), key=lambda pair: -len(pair[0]))) if len(set(ranks.values())) > 1 else {}
-    pattern = {re.escape(module): found for module, found in unlike.items()}
     parameters = {module for found in held.values() for module in found.parameters}
     return {
         "peft_type": "LORA",
@@ -211,12 +213,12 @@ def _config(held: Mapping[str, Held], merged: Mapping[str, Factors], base: str |
         "task_type": next((kind for config in configs if (kind := config.get("task_type"))), None),
         "r": rank,
         "lora_alpha": rank,
-        "rank_pattern": pattern,
-        "alpha_pattern": pattern,
+        "rank_pattern": {},
+        "alpha_pattern": {},
         "use_rslora": False,
         "fan_in_fan_out": any(config.get("fan_in_fan_out") for config in configs),
-        "target_modules": sorted(ranks.keys() - parameters),
-        "target_parameters": sorted(f"{module}.in_proj_weight" for module in ranks.keys() & parameters) or None,
+        "target_modules": sorted(set(merged) - parameters),
+        "target_parameters": sorted(f"{module}.in_proj_weight" for module in parameters.intersection(merged)) or None,
         "modules_to_save": None,
         "bias": "none",
         "lora_dropout": 0.0,

@@ -225,7 +225,7 @@ def test_adapters_become_one(call, model, tmp_path):
         torch.testing.assert_close(merged["model.q.weight"], expected, rtol=0, atol=1e-5)
     manifest = json.loads((tmp_path / "core_space/manifest.json").read_text())
     assert (manifest["method"], manifest["merger"], manifest["weights"]) == ("core_space", "ta", {"y": 0.5})
-    assert (manifest["ranks"], manifest["adapters"]) == ([4, 4], ["x", "y"])
+    assert (manifest["stored_rank"], manifest["adapters"]) == (4, ["x", "y"])
     card = ModelCard.load(tmp_path / "core_space" / "README.md")
     assert card.data.to_dict() == {"library_name": "peft", "tags": ["merge", "smat_fn", "lora", "core_space"]}
     assert "Method: core_space (merger ta, coef 1.0). Rank 4, scale 1: the change of a matrix is BA." in card.text

@@ -98,7 +98,7 @@ def test_peft_loads_what_it_would_make_itself(method, saved, tmp_path):
     folders = {"x": saved("x", 1, r=3, lora_alpha=6), "y": saved("y", 2, r=3, lora_alpha=2)}
     made = combined(folders, tmp_path / "out", method, **options)
     assert made.partial == ()
-    assert set(made.ranks.values()) == {6 if method == "cat" else 3}
+    assert made.rank == (6 if method == "cat" else 3)
     close(loaded(tmp_path / "out"), by_peft(folders, method, **options))
 
 
@@ -142,9 +142,13 @@ def test_knots_and_core_space_on_disk(space, saved, tmp_path):
     base = Toy().state_dict()
     dense = {path: leaf + sum(0.5 * (loaded(f)[path] - leaf) for f in folders.values()) for path, leaf in base.items()}
     close(loaded(tmp_path / "out"), dense)
-    assert made.ranks == {
-        f"block.{i}.{k}": {"q": 5, "up": 3, "conv": 2}[k] for i in (0, 1) for k in ("q", "up", "conv")
-    }
+    assert set(made.modules) == {f"block.{i}.{k}" for i in (0, 1) for k in ("q", "up", "conv")}
+    assert made.rank == 5
+    # as in llama.cpp, whose scale of a module is lora_alpha divided by the rank of its tensors
+    config = json.loads((tmp_path / "out" / CONFIG).read_text())
+    halves = load_file(tmp_path / "out" / WEIGHTS)
+    scales = {config["lora_alpha"] / half.shape[1] for path, half in halves.items() if "lora_B" in path}
+    assert (scales, config["rank_pattern"], config["alpha_pattern"]) == ({1.0}, {}, {})
 
 
 def test_the_result_is_an_expert_of_merge_folders_and_keeps_its_dtype(saved, folders, tmp_path):
@@ -298,7 +302,7 @@ def test_stored_embeddings_below_factors_go_with_them_and_must_be_equal(saved, t
         combined(places, tmp_path / "again", "svd")
 
 
-def test_a_module_whose_name_ends_another_keeps_its_rank(tmp_path):
+def test_a_module_whose_name_ends_another_keeps_its_change(tmp_path):
     class Ends(nn.Module):
         def __init__(self):
             super().__init__()
@@ -316,7 +320,7 @@ def test_a_module_whose_name_ends_another_keeps_its_rank(tmp_path):
         tmp_path / "out",
         lambda f: by_module(f, method="cat", weights={}, key=merge_key(), rank=None),
     )
-    assert made.ranks == {"fc": 2, "block.fc": 3}
+    assert (sorted(made.modules), made.rank) == (["block.fc", "fc"], 3)
     ours = peft.PeftModel.from_pretrained(Ends(), tmp_path / "out").merge_and_unload().state_dict()
     theirs = copy.deepcopy(model).merge_and_unload().state_dict()
     for path, leaf in theirs.items():

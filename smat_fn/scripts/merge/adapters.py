@@ -135,13 +135,12 @@ def _merger(args: MergeAdapters) -> MergerConfig:
 def _texts(facts: Mapping[str, Any], files: Sequence[Path], inputs: Mapping[str, Sequence[Path]]) -> dict[str, str]:
     found = digests([*files, *(file for own in inputs.values() for file in own)], 1)
     config = json.loads(files[0].read_text(encoding="utf-8"))
-    ranks = sorted({config["r"], *config["rank_pattern"].values()})
     base = config["base_model_name_or_path"]
     named = dict(zip(facts["adapters"], (files[0].parent for files in inputs.values()), strict=True))
     about = {
         **(licenses_of(Path(base), named) if base else {}),
         "base_model": model_names(Path(base))[0] if base else None,
-        "ranks": [ranks[0], ranks[-1]],
+        "stored_rank": config["r"],
         "versions": {"smat_fn": __version__},
     }
     manifest = {"adapter": "merged", **facts, **about, **hashes(files, inputs, found)}

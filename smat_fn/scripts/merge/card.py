@@ -143,12 +143,11 @@ def _other_licenses(of_base: Mapping[str, Any], others: Mapping[str, Mapping[str
 def adapter_card(manifest: Mapping[str, Any]) -> str:
     """The model card of an adapter merged from adapters: how, of which rank, base and weights, and SHA-256 hashes.
 
-    Args: manifest: of the adapter, with ``adapters``, ``ranks`` (least and largest) and ``base_model`` (or None).
+    Args: manifest: of the adapter, with ``adapters``, ``stored_rank`` and ``base_model`` (or None).
     """
     how = [f"{name} {manifest[name]}" for name in ("merger", "coef", "density", "majority") if name in manifest]
     how += [_options(given)] if (given := manifest.get("options", {})) else []
     options = f" ({', '.join(how)})" if how else ""
-    least, most = manifest["ranks"]
     drops = manifest["method"].startswith("dare") or manifest.get("merger") in RANDOM
     masks = f", random masks from seed {manifest['merge_seed']}" if drops else ""
     base = manifest["base_model"]
@@ -156,7 +155,7 @@ def adapter_card(manifest: Mapping[str, Any]) -> str:
         f"# LoRA adapters merged by {manifest['method']}",
         "",
         f"Method: {manifest['method']}{options}{masks}. "
-        f"Rank {least if least == most else f'{least} to {most}'}, scale 1: the change of a matrix is BA.",
+        f"Rank {manifest['stored_rank']}, scale 1: the change of a matrix is BA.",
         "",
         f"Base: {_code(base) if base else 'as its adapters name it in their configuration'}. It was not read.",
         "",

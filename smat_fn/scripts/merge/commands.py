@@ -103,7 +103,7 @@ def summary(made: "Extracted", *, linear_only: bool) -> Iterator[str]:
 
 
 def merge_adapters(args: MergeAdapters) -> None:
-    """Write the adapter and print its ranks."""
+    """Write the adapter and print its rank."""
     import torch
 
     from ...folders.files import size_text
@@ -114,15 +114,14 @@ def merge_adapters(args: MergeAdapters) -> None:
         outcome.add("merged", {"folder": args.out, "kept": True})
         outcome.line(f"kept: {args.out}: already finished")
         return
-    ranks = sorted(set(made.ranks.values()))
-    what = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
     if made.partial:
         lacking = _count(made.partial, "module", "modules")
         outcome.line(f"note: {lacking} of some adapters alone, merged from those: {and_more(made.partial, 3)}")
     for note in made.notes:
         outcome.line(f"note: {note}")
     outcome.add("merged", {"folder": args.out, "kept": False})
-    outcome.line(f"merged: {args.out}, {_count(made.ranks, 'module', 'modules')} of {what}, {size_text(made.bytes)}")
+    modules = _count(made.modules, "module", "modules")
+    outcome.line(f"merged: {args.out}, {modules} of rank {made.rank}, {size_text(made.bytes)}")
 
 
 def _count(things: Collection[object], one: str, several: str) -> str:

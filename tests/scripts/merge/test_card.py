@@ -37,7 +37,7 @@ def test_names_are_those_that_the_hubs_client_takes():
 
 @pytest.mark.parametrize("name", ["owner/base", "my base (v2)", None])
 def test_metadata_of_an_adapter_name_its_base_if_the_hub_can_have_it(name):
-    adapter = {"method": "svd", "ranks": [2, 2], "adapters": ["A"], "weights": {}, "versions": {}, "base_model": name}
+    adapter = {"method": "svd", "stored_rank": 2, "adapters": ["A"], "weights": {}, "versions": {}, "base_model": name}
     found = ModelCard(adapter_card(adapter), ignore_metadata_errors=False).data.to_dict()
     known = name if name == "owner/base" else None
     assert (found.get("base_model"), found.get("base_model_relation")) == (known, known and "adapter")
@@ -46,7 +46,8 @@ def test_metadata_of_an_adapter_name_its_base_if_the_hub_can_have_it(name):
 
 def test_bars_in_names_stay_in_their_cells():
     experts = {"experts": {"A|1": None}, "base_model": [], "files": {"x|y": "2"}, "inputs": {"expert 'A|1'": {}}}
-    adapter = {"method": "svd", "ranks": [2, 2], "adapters": ["A|1"], "weights": {}, "versions": {}, "base_model": None}
+    adapter = {"method": "svd", "stored_rank": 2, "adapters": ["A|1"], "weights": {}, "versions": {}}
+    adapter |= {"base_model": None}
     texts = card(MANIFEST | experts), adapter_card(adapter)
     for line in ("| A\\|1 | |  |", "| x\\|y | `2` |", "| read of expert 'A\\|1' | SHA-256 |"):
         assert f"\n{line}\n" in texts[0]
@@ -108,7 +109,7 @@ def test_the_license_is_that_of_the_base_and_other_ones_are_named(tmp_path):
     assert "The license of base is not known; experts name theirs (B mit): check" in alone
     listed = licenses_of(tmp_path / "F", {"B": tmp_path / "B"})
     assert ModelCard(card(MANIFEST | {"base_model": []} | listed)).data.license == several
-    adapter = {"method": "svd", "ranks": [2, 2], "adapters": [], "weights": {}, "versions": {}, "base_model": None}
+    adapter = {"method": "svd", "stored_rank": 2, "adapters": [], "weights": {}, "versions": {}, "base_model": None}
     text = adapter_card(adapter | listed)
     assert "is that of base; adapters name others (B mit): check" in text
     assert ModelCard(text).data.license == several
@@ -145,7 +146,7 @@ def test_texts_of_input_folders_begin_neither_html_nor_links_nor_headings():
 
 def test_the_base_that_an_adapter_names_stays_code():
     name = "x` <b>\n\n# h \x1b`"
-    adapter = {"method": "svd", "ranks": [2, 2], "adapters": ["A"], "weights": {}, "versions": {}, "base_model": name}
+    adapter = {"method": "svd", "stored_rank": 2, "adapters": ["A"], "weights": {}, "versions": {}, "base_model": name}
     assert "\nBase: `x' <b> # h \\x1b'`. It was not read.\n" in adapter_card(adapter)
 
 
