@@ -133,7 +133,15 @@ def mixture_config(
     # transformers 4 knows the number of a Qwen3-MoE's experts by this name alone
     found = make(**kept).to_dict() | ({"num_experts": experts} if architecture is QWEN3 else {})
     found.pop("_name_or_path", None)  # where base lies here
-    return {**found, "architectures": [f"{architecture.model}ForCausalLM"]}
+    return {**found, **_older_rope(found.get("rope_parameters") or {}), "architectures": [f"{architecture.model}ForCausalLM"]}
+
+
+def _older_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """The names under which transformers 4 reads RoPE; without them it silently takes its class's own base."""
+    found = {name: value for name, value in rope.items() if name == "rope_theta"}
+    if rope.get("rope_type", "default") != "default":
+        found["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
+    return found
 
 
 def mixed(models: Models, router: Tensor, made_of: Sequence[Change], key: Tensor | None) -> Folder:

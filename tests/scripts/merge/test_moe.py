@@ -89,6 +89,16 @@ def test_equal_experts_compute_what_the_dense_model_does(kind, more, tmp_path):
         torch.testing.assert_close(mixed(tmp_path / "out")(TEXT).logits, dense(TEXT).logits, rtol=1e-4, atol=1e-5)
 
 
+def test_a_configuration_has_rope_under_the_names_of_transformers_4_too(tmp_path):
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 77.0}
+    make_moe.write_models(tmp_path, "Llama", rope_parameters=rope)
+    opened = open_models(tmp_path / "BASE", dict.fromkeys("xyz", tmp_path / "BASE"), per_token=2)
+    merge_mixture(opened, random_rows(random.key(0), (2, 3, 8), uniform=False), tmp_path / "out")
+    found = json.loads((tmp_path / "out/config.json").read_text())
+    assert (found["rope_theta"], found["rope_scaling"]) == (77.0, {"rope_type": "linear", "factor": 2.0})
+    assert found["rope_parameters"] == transformers.AutoConfig.from_pretrained(tmp_path / "out").rope_parameters == rope
+
+
 @pytest.mark.parametrize(("kind", "more"), [("Qwen2", {}),
                                             pytest.param("Llama", {"head_dim": 6}, marks=pytest.mark.slow),
                                             ("Mistral", {"head_dim": 6, "sliding_window": 4})])  # fmt: skip
