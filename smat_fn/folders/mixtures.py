@@ -133,7 +133,8 @@ def mixture_config(
     # transformers 4 knows the number of a Qwen3-MoE's experts by this name alone
     found = make(**kept).to_dict() | ({"num_experts": experts} if architecture is QWEN3 else {})
     found.pop("_name_or_path", None)  # where base lies here
-    return {**found, **_older_rope(found.get("rope_parameters") or {}), "architectures": [f"{architecture.model}ForCausalLM"]}
+    found |= _older_rope(found.get("rope_parameters") or {})
+    return {**found, "architectures": [f"{architecture.model}ForCausalLM"]}
 
 
 def _older_rope(rope: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,13 +1,16 @@
-"""The example of docs/serving.md, run as it stands behind the suite and beside the built-in engine."""
+"""The engines of docs/serving.md, run as they stand behind the suite and beside the built-in engine."""
 
 import json
 import re
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from smat_fn.suites import load_suite
 
@@ -38,7 +41,7 @@ def load(tmp_path_factory):
             rows = [{"prompt": prompt, "answer": prompt.split()[0]} for prompt in PROMPTS]
             (folder / "rows" / task / f"{split}.json").write_text(json.dumps(rows))
     runpy.run_path(str(ROOT / "examples/trace_tiny.py"))["write_model"](
-        folder / "model", PROMPTS, vocabulary=300, width=16, layers=1
+        folder / "model", PROMPTS, vocabulary=300, width=128, layers=1
     )
     given = {"model": str(folder / "model"), "data": str(folder / "rows"), "device": "cpu", "max_new_tokens": 6}
     return lambda **options: load_suite("trace", seed=3, **given, **options)
@@ -79,3 +82,47 @@ def test_scores_of_another_engine_are_told_apart(load, module):
     assert load().content("MeetingBank", "dev") != load(engine=module).content("MeetingBank", "dev")
     with pytest.raises(ValueError, match="engine 'my_engine:nothing' cannot be imported"):
         load(engine="my_engine:nothing")
+
+
+class Answer(NamedTuple):
+    text: str
+
+
+class Answers(NamedTuple):
+    outputs: list[Answer]
+
+
+class StandIn:
+    """What examples/vllm_engine.py uses of ``vllm.LLM``, by transformers: greedy answers of a folder."""
+
+    def __init__(self, folder, *, dtype, **options):
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None))
+
+    def generate(self, prompts, asked, use_tqdm):
+        return [Answers([Answer(self.answer(*each))]) for each in zip(prompts, asked, strict=True)]
+
+    def answer(self, prompt, asked):
+        assert not asked["temperature"]
+        ids = self.tokenizer(prompt, return_tensors="pt").input_ids
+        found = self.model.generate(ids, max_new_tokens=asked["max_tokens"], do_sample=False)
+        return self.tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_vllm_answers_with_the_weights_that_it_is_given(real, load, monkeypatch):
+    if real:
+        pytest.importorskip("vllm", exc_type=ImportError, reason="vllm is not installed")
+    else:
+        module = SimpleNamespace(LLM=StandIn, SamplingParams=dict, __version__="0")
+        monkeypatch.setitem(sys.modules, "vllm", module)
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.delitem(sys.modules, "vllm_engine", raising=False)
+    plain, served = load(), load(engine="vllm_engine:eager")
+    generator = torch.Generator().manual_seed(1)
+    moved = {name: p + 0.5 * torch.randn(p.shape, generator=generator) for name, p in plain.base.items()}
+    for params in (plain.base, moved, plain.base):
+        assert answers(served, params, "NumGLUE-cm") == answers(plain, params, "NumGLUE-cm")
+    assert "vllm" in repr(sys.modules["vllm_engine"].eager)
+    sys.modules.pop("vllm_engine")
