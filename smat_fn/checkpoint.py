@@ -192,12 +192,14 @@ def _write_statistics(path: str | Path, kind: str, leaves: Mapping[str, Tensor],
     file = Path(path) / STATISTICS[kind]
     fresh = file.with_name(f".{file.name}.new-{os.getpid()}")
     stored = {name: plain(leaf) for name, leaf in tree.flatten_unwrapped(leaves).items()}
+    sweep(file)  # what a killed call has left
     try:
+        fresh.mkdir()  # for `sweep`: safetensors writes to a random name beside the file that it is given
         # one entry: safetensors writes several in any order, and equal statistics are equal files
-        save_shared(stored, fresh, {"facts": json.dumps({"kind": kind, **facts})})
-        fresh.replace(file)
+        save_shared(stored, fresh / file.name, {"facts": json.dumps({"kind": kind, **facts})})
+        (fresh / file.name).replace(file)
     finally:
-        fresh.unlink(missing_ok=True)
+        shutil.rmtree(fresh, ignore_errors=True)
     return file
 
 
@@ -237,6 +239,8 @@ def read_json(file: Path) -> Any:
 def files_below(folder: Path, pattern: str) -> list[Path]:
     """Files at or below a folder whose names fit a pattern, sorted; links to folders are not followed.
 
+    Hidden folders below it are left out: what is written there has not ended (`atomic_folder`), or is of other tools.
+
     Raises: OSError for a folder that this user may not read; `Path.rglob` would skip it.
     """
 
@@ -244,9 +248,11 @@ def files_below(folder: Path, pattern: str) -> list[Path]:
         if not isinstance(error, (FileNotFoundError, NotADirectoryError)):  # removed meanwhile
             raise error
 
-    walked = os.walk(folder, onerror=failed)
-    files = (Path(place, name) for place, _, names in walked for name in fnmatch.filter(names, pattern))
-    return sorted(file for file in files if file.is_file())
+    found: list[Path] = []
+    for place, folders, names in os.walk(folder, onerror=failed):
+        folders[:] = [name for name in folders if not name.startswith(".") and name != "lost+found"]
+        found += [file for name in fnmatch.filter(names, pattern) if (file := Path(place, name)).is_file()]
+    return sorted(found)
 
 
 def load_manifest(path: str | Path) -> dict[str, Any]:
@@ -411,10 +417,13 @@ def take_place(fresh: Path, target: Path) -> None:
 
 
 def sweep(path: Path) -> None:
-    """Remove temporary folders of interrupted writes; nothing may be writing the folder now."""
+    """Remove temporary folders and files of interrupted writes; nothing may be writing the path now."""
     for kind in ("new", "old"):
         for left in path.parent.glob(f".{glob.escape(path.name)}.{kind}-*"):
-            shutil.rmtree(left, ignore_errors=True)
+            if left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -518,6 +527,8 @@ def _strangers(path: Path) -> list[str]:
     ours |= set() if manifest.get("kind") in ("base", "expert", "snapshot") else _OF_MERGES
     ours |= {name for name in there if is_note(path / name)}
     ours |= {file for kind, file in STATISTICS.items() if file in there and _holds_statistics(path / file, kind)}
+    parts = tuple(f".{file}.new-" for file in STATISTICS.values())  # of a killed `save_statistics`
+    ours |= {name for name in there if name.startswith(parts)}
     return [name for name in there if name not in ours]
 
 

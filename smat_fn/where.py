@@ -13,6 +13,7 @@ from .tree import predicate, unwrapped
 from .types import Predicate, Where
 
 _CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d
+_CONVOLVES = re.compile(r"conv(?!1D$)", re.IGNORECASE)  # transformers' Conv1D is a linear layer
 _NOT_LINEAR = re.compile(r"Router|PatchMerging|PatchEmbed")
 _HEADS, _HEAD = re.compile(r"(^|_)(heads?|classifiers?|predictors?)$"), re.compile(r"(Head|Classifier|Predictor)$")
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
@@ -46,13 +47,15 @@ def block_linear(module: nn.Module) -> Picked:
     """The set S of Eq. smat-mask: the weight matrices of linear layers inside transformer blocks.
 
     A block is a member with children of an outermost ``nn.ModuleList``, or of an ``nn.Sequential`` of members of one
-    type. Linear layers are ``nn.Linear``, transformers' ``Conv1D``, ``nn.MultiheadAttention``, and stacked weights of
-    experts or of attention (3-D, no side of length 1, not named as an embedding).
+    type. Linear layers are ``nn.Linear``, other types named ``Linear`` (torch_geometric's), transformers' ``Conv1D``,
+    ``nn.MultiheadAttention``, and stacked weights of experts or of attention (3-D, no side of length 1, not named as
+    an embedding).
 
     Not in the set: output heads, weights tied to an embedding, convolutions, patch merging, and the gates of mixtures.
-    A list is one of output heads if its name or the types of its members say so, or if no other layer takes the width
-    that they give. A layer is a gate if its type is named a router, or if, beside E experts, it gives E numbers, or one
-    (``shared_expert_gate`` of Qwen2-MoE).
+    A list is one of output heads if its name or the types of its members say so, or if no other linear layer takes the
+    width that they give, they have no attention and not all of them convolve (by a layer or a type's name). A layer is
+    a gate if its type is named a router, or if, beside E experts, it gives E numbers, or one (``shared_expert_gate`` of
+    Qwen2-MoE).
 
     Source: paper section 4.1, Mask.
     """
@@ -300,29 +303,37 @@ def _stage(stack: str) -> tuple[str, int]:
     return name, int(stack[len(name) :] or 0)
 
 
-def _lists(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost lists of blocks, by name."""
+def _lists(module: nn.Module, path: str, whole: nn.Module | None = None) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost lists of blocks, by name; ``whole`` is the model that ``module`` is a part of."""
+    whole = module if whole is None else whole
     children = list(module.children())
     alike = len(children) > 1 and len({type(child) for child in children}) == 1
     if isinstance(module, nn.ModuleList) or (isinstance(module, nn.Sequential) and alike):
         blocks = _blocks(module)
         # an nn.Sequential runs its modules one after the other: they are not heads
-        if blocks and not (isinstance(module, nn.ModuleList) and _are_heads(path, blocks)):
+        if blocks and not (isinstance(module, nn.ModuleList) and _are_heads(path, blocks, whole)):
             yield path, module
     else:
         for name, child in module.named_children():
-            yield from _lists(child, f"{path}.{name}" if path else name)
+            yield from _lists(child, f"{path}.{name}" if path else name, whole)
 
 
 def _blocks(container: nn.Module) -> list[nn.Module]:
     return [child for child in container.children() if any(True for _ in child.children())]
 
 
-def _are_heads(path: str, modules: list[nn.Module]) -> bool:
-    """Whether modules are heads: by name or type, or since none has attention and no layer takes their output width."""
+def _are_heads(path: str, modules: list[nn.Module], whole: nn.Module) -> bool:
+    """Whether modules of a model are heads: by name or type, or since no linear layer takes their output width.
+
+    Modules with attention are not, nor those that all convolve: what they give is not their last linear layer's.
+    """
     if _HEADS.search(path.rpartition(".")[2]) or all(_HEAD.search(type(module).__name__) for module in modules):
         return True
-    taken, ends = set[int](), list[int]()
+    if all(_convolves(module) for module in modules):
+        return False
+    inside = {id(m) for module in modules for m in module.modules()}
+    taken = {m.in_features for m in whole.modules() if isinstance(m, nn.Linear) and id(m) not in inside}
+    ends = list[int]()
     for module in modules:
         if any(_ATTENTION.search(f"{name} {type(m).__name__}") for name, m in module.named_modules()):
             return False
@@ -332,6 +343,10 @@ def _are_heads(path: str, modules: list[nn.Module]) -> bool:
         # several times the width that comes in is a modulation, as of diffusion's blocks
         ends += [out for out in [shapes[-1][1]] if out % max(shapes[0][0], 1)] if shapes else []
     return len(ends) == len(modules) and not taken.intersection(ends)
+
+
+def _convolves(module: nn.Module) -> bool:
+    return any(isinstance(m, _CONVOLUTIONS) or _CONVOLVES.search(type(m).__name__) for m in module.modules())
 
 
 def _widths(layer: nn.Module) -> list[tuple[int, int]]:
@@ -355,7 +370,7 @@ def _looked_at(module: nn.Module, found: list[str]) -> str:
 
 def _linear_weights(layer: nn.Module) -> Iterator[nn.Parameter]:
     own = dict(layer.named_parameters(recurse=False))
-    if (isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D") and "weight" in own:
+    if (isinstance(layer, nn.Linear) or type(layer).__name__ in ("Conv1D", "Linear")) and "weight" in own:
         yield own["weight"]
     elif isinstance(layer, nn.Linear):  # pruned, or a weight or spectral norm: the matrix has another name
         shape = layer.out_features, layer.in_features

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 from collections import OrderedDict
 from pathlib import Path
 from typing import NamedTuple
@@ -310,13 +311,26 @@ def test_a_relative_folder_of_any_name(tmp_path, monkeypatch, name):
     assert torch.equal(checkpoint.load_expert(name, {"a": values(2)})[0]["a"], values(2))
 
 
-def test_files_below_a_folder_are_those_of_rglob(tmp_path):
-    for name in ("b/x.json", "a/c/x.json", "x.json", ".a/x.json", "a/y.log.jsonl", "z.log.jsonl"):
+def test_files_below_a_folder_are_those_of_rglob_but_in_hidden_folders(tmp_path):
+    for name in (
+        "b/x.json",
+        "a/c/x.json",
+        "x.json",
+        "a/.c.new-5/x.json",
+        "lost+found/x.json",
+        "a/y.log.jsonl",
+        "z.log.jsonl",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     (tmp_path / "a" / "pipe").mkdir()
     os.mkfifo(tmp_path / "a" / "pipe" / "x.json")  # whose reader would wait
-    found = sorted(file for file in tmp_path.rglob("x.json") if file.is_file())
+    found = sorted(
+        file
+        for file in tmp_path.rglob("x.json")
+        if file.is_file()
+        and not {"a/.c.new-5", "lost+found"}.intersection(map(str, file.relative_to(tmp_path).parents))
+    )
     assert checkpoint.files_below(tmp_path, "x.json") == found
     assert len(checkpoint.files_below(tmp_path, "*.log.jsonl")) == 2
     assert checkpoint.files_below(tmp_path / "none", "*") == []
@@ -445,8 +459,31 @@ def test_describe_is_a_manifest(tmp_path):
 def test_a_sweep_takes_the_name_of_a_folder_letter_by_letter(tmp_path):
     for name in (".a[1].new-5", ".a[1].old-5", ".a1.new-6"):
         (tmp_path / name).mkdir()
+    (tmp_path / ".a[1].new-7").touch()  # of `write_text`
     checkpoint.sweep(tmp_path / "a[1]")
     assert [path.name for path in tmp_path.iterdir()] == [".a1.new-6"]
+
+
+def test_what_killed_statistics_leave_is_removed_by_the_next_and_replaced_with_the_expert(tmp_path, monkeypatch):
+    params, write = {"w": torch.zeros(2)}, checkpoint.save_file
+    checkpoint.save_expert(tmp_path / "e", params, checkpoint.describe(params, kind="expert"))
+
+    def killed(leaves, file, **options):
+        write(leaves, file, **options)
+        (Path(file).parent / ".tmpAbC").touch()  # as safetensors names its own
+        shutil.copytree(tmp_path / "e", tmp_path / "left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_file", killed)
+        checkpoint.save_statistics(tmp_path / "e", "gram", {"w": torch.ones(2, 2)}, {})
+    assert not [*(tmp_path / "e").glob(".*")]
+    shutil.copytree(tmp_path / "left", tmp_path / "again")
+    for place in ("left", "again"):
+        (left,) = (tmp_path / place).glob(".*")
+        left.rename(left.with_name(left.name.partition("-")[0] + "-1"))  # of another process
+    checkpoint.save_expert(tmp_path / "left", params, {"n": 2}, overwrite=True)
+    checkpoint.save_statistics(tmp_path / "again", "gram", {"w": torch.ones(2, 2)}, {})
+    assert not [*(tmp_path / "left").glob(".*"), *(tmp_path / "again").glob(".*")]
 
 
 def test_a_folder_is_on_the_disk_before_it_takes_its_place(tmp_path, monkeypatch):

@@ -313,6 +313,55 @@ def test_a_list_of_blocks_of_falling_width_is_no_list_of_heads():
     assert len(picked(where.block_linear(module), module)) == 6
 
 
+class CrystalConv(nn.Module):
+    """A layer of a graph network: it takes two nodes and their edge, and gives a node."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.core = nn.Linear(11, 4), nn.Linear(11, 4)
+
+
+class Passing(CrystalConv):
+    pass
+
+
+class Residual(nn.Module):
+    """A block of a UNet: a convolution, and a projection of the time to its channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.time = nn.Conv2d(4, 4, 3), nn.Linear(8, 4)
+
+
+def test_layers_of_a_graph_network_and_a_middle_block_are_no_heads():
+    both = {f"{i}.{name}.weight" for i in (0, 1) for name in ("gate", "core")}
+    module = nn.Module()
+    module.convs = nn.ModuleList([CrystalConv(), CrystalConv()])
+    assert picked(where.block_linear(module), module) == {f"convs.{name}" for name in both}
+    module = nn.Module()
+    module.steps, module.out = nn.ModuleList([Passing(), Passing()]), nn.Linear(5, 2)
+    assert picked(where.block_linear(module), module) == set()  # no layer takes what they give, as of heads
+    module.out = nn.Linear(4, 2)
+    assert picked(where.block_linear(module), module) == {f"steps.{name}" for name in both}
+    unet = nn.ModuleDict({"mid_block": nn.ModuleDict({"resnets": nn.ModuleList([Residual(), Residual()])})})
+    assert picked(where.block_linear(unet), unet) == {f"mid_block.resnets.{i}.time.weight" for i in (0, 1)}
+
+
+def test_a_linear_layer_of_another_library_is_one_by_its_name():
+    class Linear(nn.Module):  # as torch_geometric's
+        def __init__(self):
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.ones(3, 3)), nn.Parameter(torch.ones(3))
+
+    class Conv(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = Linear()
+
+    module = nn.ModuleDict({"convs": nn.ModuleList([Conv(), Conv()])})
+    assert picked(where.block_linear(module), module) == {"convs.0.lin.weight", "convs.1.lin.weight"}
+
+
 def test_a_mask_with_nothing_to_act_on_is_a_problem_and_never_is_not():
     module = nn.Module()
     module.first, module.second, module.heads = Block(), Block(), nn.ModuleList([Answer(3, 3)])

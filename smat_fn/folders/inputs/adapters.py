@@ -15,6 +15,7 @@ from torch import Tensor
 from ... import checkpoint, errors, tree
 from ...execution import unrounded
 from ...merge.around.factors import Factors
+from . import patterns
 from .naming import namings
 from .reading import Folder, Pickled, Read, Store, Stored, config_of, foreign
 from .vocabulary import HEAD, by_token
@@ -408,10 +409,8 @@ def _no_patterns(config: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name} is {pattern!r}, must be an object of expressions and numbers"
             continue
         for key in pattern:
-            try:
-                re.compile(key)
-            except (re.error, RecursionError, OverflowError) as error:  # "(" * 9999, "a{9999999999}"
-                yield f"{name} has {key!r}, which is not a regular expression ({error})"
+            if why := patterns.problem(key):
+                yield f"{name} has {key!r}, which {why}"
 
 
 def _no_numbers(config: Mapping[str, Any]) -> Iterator[str]:
@@ -550,7 +549,7 @@ def _headless(name: str) -> str:
 
 def _of_pattern(pattern: Mapping[str, Any] | None, module: str, default: Any) -> Any:
     """The value of the first expression that a module's path ends with, as in peft."""
-    return next((value for key, value in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", module)), default)
+    return next((value for key, value in (pattern or {}).items() if patterns.is_match(key, module)), default)
 
 
 def _leaf(name: str, base: Folder) -> str | None:

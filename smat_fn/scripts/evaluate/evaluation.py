@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ... import checkpoint, errors, lora, machine, tree
+from ...errors import problems_of
 from ...evaluate import Records, Result, Scorer, score_bar, score_models, write_results
 from ...evaluate.records import ANSWERS, SCORES
 from ...evaluate.results import RUNS, model_of, run_of
@@ -24,7 +25,7 @@ from ...folders.multi_task import is_several, task_params
 from ...report.tables import MainTable, main_table, markdown
 from ...suites import Suite, load_suite
 from ...types import Params
-from ..merge.inputs import check_weights, incomplete, manifest_of, named, unreplaced, with_tasks_of
+from ..merge.inputs import AGAIN, check_weights, incomplete, manifest_of, named, unreplaced, with_tasks_of
 from ..merge.suite import made_problems
 from ..merge.whole_models import lacking_problems, own_dtype, suite_part, whole_base
 
@@ -95,6 +96,9 @@ def manifests_of(folders: Sequence[Path]) -> dict[Path, dict[str, Any]]:
     given = {folder: name for folder in folders if (name := named(folder)[0]) is not None}
     found = {folder: checkpoint.load_manifest(folder) for folder in folders if folder not in given}
     errors.raise_problems(incomplete(found))
+    errors.raise_problems(
+        [f"{at / checkpoint.MANIFEST}: {text}: {AGAIN}" for at, m in found.items() for text in problems_of(run_of, m)]
+    )
     names = set(given.values())
     merged = [m for m in found.values() if m["kind"] == "merged" and names <= set(m["experts"])]
     line = merged[0] if merged else {"label": "+".join(given.values()), "seed": 0}
@@ -471,7 +475,7 @@ def write_report(
     summary: dict[str, Any] = {
         **{name: facts[name] for name in ("command", "commit", "hardware", "versions")},
         "suites": list({json.dumps(m["suite"]): m["suite"] for m in manifests}.values()),
-        "learning_rates": {m["label"]: m["training"]["lr"] for m in manifests if "training" in m},
+        "learning_rates": {m["label"]: m["training"]["lr"] for m in manifests if "lr" in (m.get("training") or {})},
         "split": table.split,
         "means": {
             method: {

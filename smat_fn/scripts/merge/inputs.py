@@ -8,13 +8,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 from torch import Tensor
 
 from ... import checkpoint, errors, lora, random, tree
 from ...config import MergerConfig
 from ...errors import problems_of
+from ...evaluate.results import Run, check_type
 from ...folders import read_inputs
 from ...folders.inputs.adapters import is_adapter
 from ...folders.inputs.hub import repository_of
@@ -29,7 +30,20 @@ FIELDS = {  # of manifests by kind
     "expert": ("task", "label", "seed", "hyperparameters"),
     "merged": ("merger", "experts", "label", "seed", "hyperparameters"),
 }
+KINDS = ("base", "expert", "snapshot", "merged")  # of manifests whose values `manifest_of` checks
+TYPES = {  # of values in these manifests, as JSON; any may be absent, and null where `FIELDS` does not name it
+    **get_type_hints(Run),
+    "task": str,
+    "merger": str,
+    "preset": str,
+    "base_fingerprint": str,
+    "experts": Mapping[str, str | None],
+    "files": Mapping[str, str],
+    "inputs": Mapping[str, Mapping[str, str]],
+    "suite": {"name": str, "seed": int, "tasks": Sequence[str]},
+}
 BY_TASK = ("templates", "data")  # options of suites that may be a mapping with a value for each task
+AGAIN = "put back the one written with the weights, or move the folder"
 
 
 class Inputs(NamedTuple):
@@ -59,6 +73,7 @@ def find_inputs(run: Path) -> tuple[Path, list[Path]]:
     experts = [
         path
         for path in (sorted(run.iterdir()) if run.is_dir() else ())
+        if not path.name.startswith(".") and path.name != "lost+found"  # as `checkpoint.files_below`
         if path.is_dir() and checkpoint.MANIFEST in os.listdir(path)  # an error where this user may not read it
         if manifest_of(path).get("kind") in ("expert", "snapshot")
     ]
@@ -128,7 +143,7 @@ def sigma_note(manifests: Mapping[str, Mapping[str, Any]]) -> str:
     """A note on experts of SMAT that were trained with different sigma; an empty text where they have one."""
     smat = {Path(name).name: own for name, own in manifests.items() if own.get("method") == "smat"}
     found = {name: own["hyperparameters"].get("sigma") for name, own in smat.items()}
-    if len(set(found.values())) < 2:
+    if len(set(map(str, found.values()))) < 2:
         return ""
     return f"the experts were trained with different sigma ({', '.join(f'{name} {s}' for name, s in found.items())})"
 
@@ -139,9 +154,34 @@ def manifests_of(experts: Sequence[Path]) -> dict[str, dict[str, Any]]:
 
 
 def manifest_of(path: Path) -> dict[str, Any]:
-    """The manifest of train.py or merge.py; empty for other folders, even with a file of this name."""
-    found: Any = checkpoint.load_manifest(path) if (path / checkpoint.MANIFEST).is_file() else {}
-    return found if isinstance(found, dict) and "kind" in found else {}
+    """The manifest of train.py or merge.py; empty for other folders, even with a file of this name.
+
+    Raises: ValueError that lists the values of other types than were written.
+    """
+    file = path / checkpoint.MANIFEST
+    found: Any = checkpoint.load_manifest(path) if file.is_file() else {}
+    if not isinstance(found, dict) or "kind" not in found:
+        return {}
+    if (kind := found["kind"]) in KINDS:
+        own = {name: value for name, value in found.items() if value is not None or name in FIELDS.get(kind, ())}
+        problems = _mistyped(own, TYPES)
+        if isinstance(suite := own.get("suite"), dict) and suite:
+            problems += [f"suite lacks {name}" for name in ("name", "seed") if suite.get(name) is None]
+        errors.raise_problems([f"{file}: {text}: {AGAIN}" for text in problems])
+    return found
+
+
+def _mistyped(values: Mapping[str, Any], types: Mapping[str, Any], of: str = "") -> list[str]:
+    """Errors for values of other types, by name."""
+    problems: list[str] = []
+    for name in values.keys() & types.keys():
+        kind, place = types[name], f"{of}[{name!r}]" if of else name
+        nested = isinstance(kind, dict)
+        problems += problems_of(check_type, place, values[name], Mapping[str, Any] if nested else kind)
+        if nested and isinstance(values[name], dict):
+            own = {option: value for option, value in values[name].items() if value is not None}
+            problems += _mistyped(own, kind, place)
+    return sorted(problems)
 
 
 def incomplete(manifests: Mapping[Path, Mapping[str, Any]], *more: str) -> list[str]:
@@ -153,8 +193,7 @@ def incomplete(manifests: Mapping[Path, Mapping[str, Any]], *more: str) -> list[
         for folder, manifest in manifests.items()
     }
     return [
-        f"{folder / checkpoint.MANIFEST} lacks {', '.join(names)}: put back the one written with the weights, or move "
-        "the folder"
+        f"{folder / checkpoint.MANIFEST} lacks {', '.join(names)}: {AGAIN}"
         for folder, names in lacking.items()
         if names
     ]
@@ -249,11 +288,6 @@ def by_name(
     for given, path in experts.items() if isinstance(experts, Mapping) else map(named, experts):
         manifest = manifest_of(path)
         name = given or manifest.get("task", folder_name(path))
-        if not isinstance(name, str):
-            problems.append(
-                f"{path / checkpoint.MANIFEST}: task is {name!r}, must be a text: name the expert, NAME={path}"
-            )
-            name = folder_name(path)
         if any(name == other for other, *_ in found):
             problems.append(f"{path}: there is another expert named {name!r}: give each once, or name it: NAME={path}")
         # an adapter adds to base, whatever the merger does

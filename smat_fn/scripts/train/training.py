@@ -184,6 +184,7 @@ def train_run(
     with ExitStack() as held:
         if world.leads:
             _hold(run, held)
+            _sweep(run)
             if run.resume:
                 _check_resumed(run, experts, report)
             fingerprint = experts[0].facts["base_fingerprint"]
@@ -203,6 +204,14 @@ def _hold(run: RunOptions, held: ExitStack) -> None:
         taken = f"{task} is trained in {run.out} by another process: wait for it, or delete {file} if there is none"
         with suppress(OSError):  # a cluster's disk may have no locks
             held.enter_context(locked(file, taken))
+
+
+def _sweep(run: RunOptions) -> None:
+    """Remove partial writes of killed runs of these tasks, whose locks are held."""
+    for task in run.tasks:
+        folders = [snapshot_folder(run.out, index, task) for index in range(1, run.keep_snapshots + 1)]
+        for path in (run.out / task, snapshots.path_of(run.out, task), snapshots.replaced(run.out, task), *folders):
+            checkpoint.sweep(path)
 
 
 @contextmanager
@@ -439,16 +448,13 @@ def _log(shared: Shared, expert: Expert, last: Snapshot | None) -> Log:
 
 
 def _check_resumed(run: RunOptions, experts: Sequence[Expert], report: Callable[[str], None]) -> None:
-    """Remove partial writes. Raises: ValueError that lists experts and checkpoints of other settings or rows, and
-    damaged experts.
+    """Raises: ValueError that lists experts and checkpoints of other settings or rows, and damaged experts.
 
     A label that is given is a new name. Tasks may have come beside, and folders of data and model may have moved:
     hashes compare what is in them. A model of another place is reported, since its configuration has none.
     """
     out, problems, edited, damaged, moved = run.out, list[str](), list[str](), list[str](), dict[str, None]()
     for task, _, _, facts in experts:
-        checkpoint.sweep(out / task)
-        checkpoint.sweep(snapshots.path_of(out, task))
         last, path = snapshots.read(snapshots.path_of(out, task)), out / task
         ended = snapshots.finished(out, task)
         if not ended and not is_free(path) and not snapshots.replaced(out, task).exists():

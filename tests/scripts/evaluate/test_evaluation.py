@@ -256,6 +256,39 @@ def test_manifests_of_others_are_passed_over_and_fields_that_lack_are_named(runs
         evaluate(find_checkpoints([tmp_path / "ta"]))
 
 
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"suite": 3}, "suite is 3, must be Mapping"),
+        ({"suite": {"name": "digits", "seed": [1]}}, r"suite\['seed'\] is \[1\], must be int"),
+        ({"suite": {"seed": 1}}, "suite lacks name"),
+        ({"hyperparameters": [1]}, r"hyperparameters is \[1\], must be Mapping"),
+        ({"label": None}, "label is None, must be str"),
+        ({"files": {"model.safetensors": 3}}, r"files\['model.safetensors'\] is 3, must be str"),
+    ],
+)
+def test_values_of_other_types_in_a_manifest_are_named_with_file_and_way_out(runs, tmp_path, changed, told):
+    shutil.copytree(runs["ft"], tmp_path / "ft")
+    file = tmp_path / "ft" / "rot90" / checkpoint.MANIFEST
+    manifest = json.loads(file.read_text())
+    file.write_text(json.dumps(manifest | changed))
+    told = f"^{file}: {told}: put back the one written with the weights, or move the folder$"
+    for called in (find_inputs, lambda run: find_checkpoints([run])):
+        with pytest.raises(ValueError, match=told):
+            called(tmp_path / "ft")
+    file.write_text(json.dumps(manifest | {"training": None, "peak_memory_bytes": None}))
+    assert find_inputs(tmp_path / "ft")[1]
+    file.write_text(json.dumps(manifest | {"training": {"steps": "x"}}))
+    with pytest.raises(ValueError, match=rf"{file}: training\['steps'\] is 'x', must be int or null: put back"):
+        evaluate(find_checkpoints([tmp_path / "ft"]))
+
+
+def test_a_write_that_was_cut_off_is_no_expert(runs, tmp_path):
+    shutil.copytree(runs["ft"], tmp_path / "ft")
+    shutil.copytree(tmp_path / "ft" / "rot90", tmp_path / "ft" / ".rot90.old-1")
+    assert len(find_inputs(tmp_path / "ft")[1]) == len(find_checkpoints([tmp_path / "ft"])) == 4
+
+
 def test_an_expert_in_a_folder_that_cannot_be_read_is_not_left_out(runs, monkeypatch):
     closed, listed = runs["ft"] / "rot90", os.listdir
 

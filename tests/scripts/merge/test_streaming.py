@@ -671,7 +671,7 @@ def test_a_manifest_of_something_else_is_none_of_ours(copied, tmp_path):
     assert order.experts == {path.name: path for path in experts}
     assert list(order.manifests.values()) == [{}, {}]
     (experts[0] / "manifest.json").write_text('{"kind": "expert", "task": ["x"]}')
-    with pytest.raises(ValueError, match=r"manifest\.json: task is \['x'\], must be a text: name the expert, NAME="):
+    with pytest.raises(ValueError, match=r"manifest\.json: task is \['x'\], must be str: put back the one written"):
         streaming.order(base, experts, out=tmp_path / "out", seed=0)
 
 

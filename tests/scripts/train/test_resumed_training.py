@@ -644,6 +644,15 @@ def test_a_checkpoint_has_the_permissions_of_other_files_and_no_leftovers(train,
     assert not list(tmp_path.glob(".*"))
 
 
+def test_a_run_that_overwrites_removes_what_killed_ones_of_its_tasks_left(train, tmp_path):
+    names = ".rot90.resume.safetensors.new-1", ".rot90.old-1", "snapshots/1/.rot90.new-1", ".mirror.new-1"
+    for name in names:
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / ".tmpAbC").touch()
+    train(tmp_path, "ft", tasks=("rot90",), overwrite=True, keep_snapshots=1)
+    assert [name for name in names if (tmp_path / name).exists()] == [".mirror.new-1"]  # perhaps another's
+
+
 def test_a_snapshot_is_written_beside_training_and_replaces_the_last_one_whole(tmp_path, monkeypatch):
     begun, go, write = threading.Event(), threading.Event(), snapshots.save_file
     saver = Saver(tmp_path / "a.safetensors", {})
