@@ -773,4 +773,13 @@ MUTANTS = [
         ("parts += [more, written(job).label,", "parts += [written(job).label,"),
         ("needed - present <= free", "needed <= free"),
     ),
+    *_of(
+        "folders/streaming/chunks.py",
+        (" | {target(job, path)}", ""),
+        ("not any(path in folder.absent for folder in folders) and ", ""),
+        ("if not bool((narrow := values.to(out)).isfinite().all()):", "if (narrow := values.to(out)).numel() == 0:"),
+        ("_of_rows(job) if rule.rows else read.span", "read.span"),
+        ("_of_rows(job) if rule.rows else read.span", "_of_rows(job)"),
+    ),
+    *_of("merge/parts/arithmetic.py:gram_memory", ("32 * experts * ", "32 * ")),
 ]

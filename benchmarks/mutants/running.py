@@ -36,6 +36,8 @@ TESTS = {
     "scripts": "tests/scripts/train",
     "errors.py": "tests/core/test_errors.py",
     "models/modules.py": "tests/models/test_modules.py",
+    "folders/streaming/chunks.py": "tests/folders/test_chunks.py",
+    "merge/parts/arithmetic.py:gram_memory": "tests/merge/test_arithmetic.py",
     "merge/parts/windows.py": "tests/merge/test_loops.py",
     "merge/parts/looped_ranks.py": "tests/merge/test_loops.py",
     "simulation/state.py:check_max_norm": "tests/optim/test_chain.py",

@@ -84,17 +84,25 @@ def changes(before: Mapping[str, Tensor], now: Mapping[str, Tensor], since: str)
 def norms_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """The batch norms that move running statistics in train mode, by name."""
     norms = ((name, own) for name, own in module.named_modules() if isinstance(own, _NormBase))
-    return [(name, own) for name, own in norms if own.running_mean is not None and own.momentum != 0]
+    return [(name, own) for name, own in norms if own.running_mean is not None and (own.momentum != 0 or _is_own(own))]
+
+
+def _is_own(norm: nn.Module) -> bool:
+    """Whether a norm's class is not torch's, so that its forward pass may not heed momentum."""
+    return not type(norm).__module__.startswith("torch.")
 
 
 @contextmanager
 def still(norms: Sequence[tuple[str, nn.Module]]) -> Iterator[None]:
     """Hold the running statistics of batch norms (`norms_of`): inside the block their momentum is 0.
 
-    A norm whose momentum is None averages over the batches that it has counted: its count is restored.
+    A norm whose momentum is None averages over the batches that it has counted: its count is restored. So are the
+    statistics of classes that are not torch's, which may write them all the same.
     """
     before: list[tuple[Any, Any, Any]] = [(own, own.momentum, own.num_batches_tracked) for _, own in norms]
-    counts = [(count, count.clone()) for _, momentum, count in before if momentum is None and count is not None]
+    kept = [(count, count.clone()) for _, momentum, count in before if momentum is None and count is not None]
+    states = [(norm._buffers, dict(norm._buffers)) for norm, _, _ in before if _is_own(norm)]
+    kept += [(own, own.clone()) for _, buffers in states for own in buffers.values() if own is not None]
     try:
         for norm, _, _ in before:
             norm.momentum = 0.0
@@ -102,8 +110,10 @@ def still(norms: Sequence[tuple[str, nn.Module]]) -> Iterator[None]:
     finally:
         for norm, momentum, _ in before:
             norm.momentum = momentum
-        for count, own in counts:
-            count.copy_(own)
+        for now, buffers in states:
+            now.update(buffers)  # a forward pass may have put others in their place
+        for own, value in kept:
+            own.copy_(value)
 
 
 def embedding_problems(module: nn.Module) -> list[str]:

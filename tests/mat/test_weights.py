@@ -187,6 +187,31 @@ def test_batch_norms_have_the_running_statistics_of_clean_steps_alone(momentum):
     assert module[1].momentum == momentum
 
 
+class Stubborn(nn.BatchNorm1d):
+    """A norm of another library that has a rate of its own for its running statistics."""
+
+    def forward(self, x):
+        self.running_mean.lerp_(x.detach().mean(0), 0.5)
+        self.running_var = torch.lerp(self.running_var, x.detach().var(0), 0.5)
+        return (x - x.mean(0)) / x.std(0)
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.0, None])
+def test_norms_that_do_not_heed_momentum_keep_their_running_statistics(momentum):
+    module = nn.Sequential(nn.Linear(4, 4), Stubborn(4, momentum=momentum, affine=False))
+    states = SimulatedWeights.of(module, where=lambda name, weight: weight.ndim == 2)
+    module(BATCH)
+    norm = module[1]
+    before = {name: (own, own.clone()) for name, own in norm.named_buffers()}
+    with states.at(SCHEDULE.draw(KEY, 1)):
+        module(BATCH * 2)
+        assert not torch.equal(norm.running_mean, before["running_mean"][1])
+    for name, (own, value) in before.items():
+        assert getattr(norm, name) is own
+        assert_bits(own, value)
+    assert norm.momentum == momentum
+
+
 def test_embeddings_with_sparse_gradients_are_told():
     with pytest.raises(ValueError, match="'1' gives sparse gradients"):
         SimulatedWeights.of(nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 2, sparse=True)))

@@ -1,7 +1,7 @@
 """Runs of train.py read for an analysis: experts, suites and chosen mergers, checked against each other."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from ..merge.inputs import (
     like_base,
     load_inputs,
     manifest_of,
+    manifests_of,
     mask_key,
     trained_by,
     unreplaced,
@@ -106,13 +107,10 @@ def chosen_merger(run: Run, merger: str, *, coef: float | None, preset: str | No
     else those of the preset, by default that of the experts. A given coef goes first; where nothing gives one it is
     None, for `with_coef`.
 
-    Raises: ValueError for a merger that needs more than the experts, for a coef for one that has none, such as WA, for
-        experts that it does not merge, and for several merged checkpoints that differ in settings.
+    Raises: ValueError as `check_merger`, for a coef for a merger that has none, such as WA, and for several merged
+        checkpoints that differ in settings.
     """
-    usual = preset_of(preset or trained_by(run.inputs.manifests)).mergers
-    config: Any = usual[merger] if merger in usual else resolve(_kind(merger)(), usual)
-    counts = range(2, len(run.tasks) + 1)
-    errors.raise_problems([text for n in counts for text in config.problems({task: {} for task in run.tasks[:n]})])
+    config = _default(merger, preset or trained_by(run.inputs.manifests))
     if not hasattr(config, "coef") and coef is not None:
         raise ValueError(f"coef is {coef}, but {merger.upper()} has none: leave --coef out")
     stored = [
@@ -133,6 +131,25 @@ def chosen_merger(run: Run, merger: str, *, coef: float | None, preset: str | No
         config = type(config)(**stored[0])
     chosen: MergerConfig = config if coef is None else replace(config, coef=coef)
     return chosen
+
+
+def check_merger(paths: Iterable[Path], merger: str, *, preset: str | None) -> None:
+    """Check a merger against the runs in these folders, of which only manifests are read.
+
+    Raises: ValueError for a merger that needs more than the experts, and for numbers of experts that it does not merge.
+    """
+    problems: list[str] = []
+    for _, experts in map(find_inputs, paths):
+        config = _default(merger, preset or trained_by(manifests_of(experts)))
+        counts = range(2, len(experts) + 1)
+        problems += [text for n in counts for text in config.problems({e.name: {} for e in experts[:n]})]
+    errors.raise_problems(problems)
+
+
+def _default(merger: str, preset: str) -> Any:
+    """A merger with the settings of a preset. Raises: ValueError as `_kind`."""
+    usual = preset_of(preset).mergers
+    return usual[merger] if merger in usual else resolve(_kind(merger)(), usual)
 
 
 def _kind(name: str) -> type[MergerConfig]:

@@ -38,15 +38,16 @@ class ExpertsCurve(Batched):
 def experts_curve(options: ExpertsCurve) -> "Result":
     """`analyses.experts_curve` of every run; a row per merged model and task.
 
-    Raises: ValueError as `load_runs`, `standard_runs` and `chosen_merger` do; for another number of coefs.
+    Raises: ValueError as `check_merger`, `load_runs`, `standard_runs` and `chosen_merger`; for another number of coefs.
     """
     from ... import analyses
     from ...config import settings
-    from .runs import chosen_merger, load_runs, merged_params, result_of, standard_runs, with_coef
+    from .runs import check_merger, chosen_merger, load_runs, merged_params, result_of, standard_runs, with_coef
 
     merger, split, seed, coef = options.merger, options.split, options.seed, options.coef
     if len(coef) not in (0, 1, len(options.runs)):
         raise ValueError(f"{len(coef)} coefs for {len(options.runs)} runs: give none, one for all, or one each")
+    check_merger(options.runs, merger, preset=options.preset)
     runs = load_runs(options.runs, options=options.suite_options)
     standard = standard_runs(runs)
     coefs = [None] * len(runs) if not coef else list(coef) * (len(runs) if len(coef) == 1 else 1)

@@ -16,7 +16,9 @@ from smat_fn.config import Adapters, Dare, Della, TaskArithmetic, Ties, Training
 from smat_fn.evaluate import Result, read_results
 from smat_fn.report.tables import main_table, markdown
 from smat_fn.scripts.analyse.pictures import Interference, check_picture, interference
+from smat_fn.scripts.analyse import runs as reading
 from smat_fn.scripts.analyse.runs import load_runs
+from smat_fn.scripts.analyse.scores import ExpertsCurve, experts_curve
 from smat_fn.scripts.evaluate import evaluation
 from smat_fn.scripts.evaluate.evaluation import evaluate, find_checkpoints, verdict, write_report
 from smat_fn.scripts.merge.inputs import find_inputs
@@ -281,6 +283,12 @@ def test_values_of_other_types_in_a_manifest_are_named_with_file_and_way_out(run
     file.write_text(json.dumps(manifest | {"training": {"steps": "x"}}))
     with pytest.raises(ValueError, match=rf"{file}: training\['steps'\] is 'x', must be int or null: put back"):
         evaluate(find_checkpoints([tmp_path / "ft"]))
+
+
+def test_a_merger_of_two_experts_is_refused_for_more_before_any_is_read(runs, monkeypatch):
+    monkeypatch.setattr(reading, "load_runs", lambda *args, **options: pytest.fail("reads the experts"))
+    with pytest.raises(ValueError, match="slerp"):
+        experts_curve(ExpertsCurve(runs=(runs["ft"],), merger="slerp"))
 
 
 def test_a_write_that_was_cut_off_is_no_expert(runs, tmp_path):
