@@ -30,6 +30,7 @@ RECIPE = "recipe.yml"  # of a merge: what merge.py repeats it from
 _AGAIN = "train or merge it again with --overwrite"
 STATISTICS = {kind: f"{kind}.safetensors" for kind in ("fisher", "gram", "adam")}  # beside an expert's weights
 ADAPTED = "adapted_base_fingerprint"  # in manifests of adapters: of the leaves of base that these change
+UNTRAINED = "untrained_fingerprint"  # in manifests of experts of a part of a model: of what the loss reads beside it
 PROGRESS = "progress.json"  # of a merge that has not ended: its finished files
 NOTE = ".part-"  # begins the names of such files of a merge in parts
 _ADAPTER = {"adapter_model.safetensors", "adapter_config.json"}

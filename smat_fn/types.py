@@ -95,6 +95,7 @@ class Suite(Protocol):
     notes: tuple[str, ...]  # what whoever trains on it should know
     made: Mapping[str, tuple[str, ...]]  # splits of a task that were made of its training rows
     reads: frozenset[str] | None  # of its model's leaves those that scores depend on, named as base's; None: all
+    untrained: Mapping[str, Tensor]  # leaves of its model that the loss reads and no expert holds
 
     def loss_fn(self, task: str, /) -> LossFn:
         """``loss_fn(params, batch) -> (loss, aux)`` of a task."""

@@ -147,7 +147,7 @@ class Clip8(EncoderSuite):
             self._heads = image_heads(train, names, model, random.key(seed), self.device.type)
         self.heads = {task: _described(head, names[task], of_texts) for task, head in self._heads.items()}
         self._prompted = names if of_texts else {}
-        self._untrained = frozen(model.module)
+        self.untrained = frozen(model.module)
         self._config = str(sorted(model.config.items()))
         self._processor, self._table = model.processor, pixels.value_table(model.processor).to(self.device)
         self._firsts = {k: pixels.prepare(rows.images, model.processor, [0]) for k, rows in self._rows.items()}
@@ -203,7 +203,7 @@ class Clip8(EncoderSuite):
             "labels": self._labels(task, split).tolist(),
             "head": fingerprint({"head": self._heads[task], "table": self._table}),
             "processor": self._processor.to_json_string(),
-            "untrained": fingerprint(self._untrained),
+            "untrained": fingerprint(self.untrained),
             "config": self._config,
             "device": self.device.type,
             "versions": versions("torch", "transformers", "pillow"),

@@ -169,6 +169,7 @@ class ShortText(EncoderSuite):
             for task, head in self._heads.items()
         }
         members: dict[str, Any] = {"base": encoder.params, "where": encoder.where, "reads": encoder.reads}
+        members["untrained"] = encoder.frozen if own.train_layers or own.train else {}  # which is all of the model
         super().__init__(tasks=tasks, seed=seed, **members)
 
     def _cut_off(self, task: str) -> list[str]:

@@ -178,7 +178,8 @@ class Trace(BaseSuite):
             self.notes += () if task in TASKS else (*self._cut_off(task), *self._joined(task))
         self._top, self._prompts = self._frozen_below(lm)
         repeats = {task: s.repeats for task, s in self._settings.items() if s.repeats > 1}
-        super().__init__(tasks=tasks, base=lm.params, where=lm.where, seed=seed, repeats=repeats)
+        members: dict[str, Any] = {"base": lm.params, "where": lm.where, "untrained": frozen(lm.module)}
+        super().__init__(tasks=tasks, seed=seed, repeats=repeats, **members)
 
     def _with_made(self, task: str, splits: dict[str, Any], missing: tuple[str, ...]) -> dict[str, Any]:
         """The splits with those that are missing, made from train."""
@@ -417,8 +418,8 @@ class Trace(BaseSuite):
             "engine": engine_name(self._engine),
             "transformers": metadata.version("transformers"),
         }
-        if held := frozen(self._lm.module):
-            facts["frozen"] = fingerprint(held)
+        if self.untrained:
+            facts["frozen"] = fingerprint(self.untrained)
         if not (place := getattr(self._engine, "__module__", "")).startswith("smat_fn."):  # its name alone stays, too
             facts["engine source"] = _source(place)
         metric = self._metric(task)

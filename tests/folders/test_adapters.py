@@ -711,6 +711,10 @@ def test_errors_for_adapters_of_a_component_and_of_convolutions_name_the_way_out
     told = rf"'base_model.model.model.layers.1.q.weight', its unet/ has: give {start}/unet as base$"
     with pytest.raises(ValueError, match=told):
         plan(TA, start, {"x": of_part}, tmp_path / "none")
+    both = adapter({f"model.layers.{i}.q": factors((6, 6)) for i in (0, 1)}, name="both")
+    with pytest.raises(ValueError, match=r"layers\.0\.q' and 1 more, but base has no .* as base$") as caught:
+        plan(TA, start, {"x": both}, tmp_path / "none")
+    assert str(caught.value).count(" as base") == 1
     plan(TA, start / "unet", {"x": of_part}, tmp_path / "none")
     a, b = factors((6, 6))
     conv = adapter({"model.layers.1.q": (a[..., None], b[..., None])}, name="conv")

@@ -141,6 +141,7 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
     problems += _unread(label, path, unknown)
     if any(_no_numbers(config)) or any(_no_patterns(config)) or _of_parameters(config):
         halves.clear()  # nothing to compute their ranks and scales with, as is told
+    problems += _of_a_part(label, halves, base)
     transposed = _layout(label, halves, shapes, config, base)
     known = base._replace(leaves=leaves)  # an adapter stores the rows of resized embeddings below its factors
     for (module, embedding), names in halves.items():
@@ -441,11 +442,8 @@ def _pair(
     if len(names) < 2:
         raise ValueError(f"{label}: {next(iter(names.values()))!r} has no other factor in {WEIGHTS}: save it again")
     if leaf is None:
-        part = _part(f"{module.removeprefix(PREFIX)}.weight", base)
-        way = part or ": was it trained from another base?"
-        lacking = f"but base has no parameter {module + '.weight'!r}{way}"
-        lacking = lacking if part else _headless(f"{module}.weight") or lacking
-        raise ValueError(f"{label}: it adapts {module!r}, {lacking}")
+        lacking = f"but base has no parameter {module + '.weight'!r}: was it trained from another base?"
+        raise ValueError(f"{label}: it adapts {module!r}, {_headless(f'{module}.weight') or lacking}")
     a, b, wanted = shapes[names["A"]], shapes[names["B"]], tuple(base.leaves[leaf].shape)
     if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
         raise ValueError(
@@ -535,9 +533,24 @@ def _scale(label: str, config: Mapping[str, Any], module: str, rank: int) -> flo
     return alpha / math.sqrt(given) if config.get("use_rslora") else alpha / given
 
 
-def _part(name: str, base: Folder) -> str:
-    parts = [prefix for prefix in base.outputs if prefix and prefix + name in base.leaves]
-    return f", its {parts[0]} has: give {base.root / parts[0]} as base" if parts else ""
+def _of_a_part(label: str, halves: dict[tuple[str, bool], dict[str, str]], base: Folder) -> Iterator[str]:
+    """An error for each part of base, as a pipeline's unet/, that has the adapted modules which base lacks.
+
+    They are taken out of ``halves``.
+    """
+    found: dict[str, list[str]] = {}
+    for module, embedding in list(halves):
+        name = f"{module.removeprefix(PREFIX)}.weight"
+        part = next((prefix for prefix in base.outputs if prefix and prefix + name in base.leaves), None)
+        if part is not None and _leaf(f"{module}.weight", base) is None:
+            found.setdefault(part, []).append(module)
+            del halves[module, embedding]
+    for part, (module, *more) in found.items():
+        others = f" and {len(more)} more" if more else ""
+        yield (
+            f"{label}: it adapts {module!r}{others}, but base has no parameter {module + '.weight'!r}, its "
+            f"{part} has: give {base.root / part} as base"
+        )
 
 
 def _headless(name: str) -> str:

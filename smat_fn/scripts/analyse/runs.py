@@ -16,7 +16,7 @@ from ...evaluate import Scorer
 from ...merge.parts.masked import Masked
 from ...suites import Suite
 from ...types import Params
-from ..merge.choosing import merge_one
+from ..merge.choosing import is_open, merge_one
 from ..merge.inputs import (
     Inputs,
     find_inputs,
@@ -107,10 +107,12 @@ def chosen_merger(run: Run, merger: str, *, coef: float | None, preset: str | No
     else those of the preset, by default that of the experts. A given coef goes first; where nothing gives one it is
     None, for `with_coef`.
 
-    Raises: ValueError as `check_merger`, for a coef for a merger that has none, such as WA, and for several merged
-        checkpoints that differ in settings.
+    Raises: ValueError as `check_merger`, for a coef for a merger that has none, such as WA, for experts that it does
+        not merge, and for several merged checkpoints that differ in settings.
     """
     config = _default(merger, preset or trained_by(run.inputs.manifests))
+    counts = range(2, len(run.tasks) + 1)
+    errors.raise_problems([text for n in counts for text in config.problems({task: {} for task in run.tasks[:n]})])
     if not hasattr(config, "coef") and coef is not None:
         raise ValueError(f"coef is {coef}, but {merger.upper()} has none: leave --coef out")
     stored = [
@@ -141,8 +143,10 @@ def check_merger(paths: Iterable[Path], merger: str, *, preset: str | None) -> N
     problems: list[str] = []
     for _, experts in map(find_inputs, paths):
         config = _default(merger, preset or trained_by(manifests_of(experts)))
-        counts = range(2, len(experts) + 1)
-        problems += [text for n in counts for text in config.problems({e.name: {} for e in experts[:n]})]
+        tasks, coef = [expert.name for expert in experts], 0.0 if is_open(config) else None
+        for count in range(2, len(tasks) + 1):
+            found = errors.problems_of(merge.check_options, config, tasks[:count], key=mask_key(0), coef=coef)
+            problems += [text for text in found if "number of experts" in text]  # stored settings may be others
     errors.raise_problems(problems)
 
 

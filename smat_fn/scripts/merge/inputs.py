@@ -37,6 +37,7 @@ TYPES = {  # of values in these manifests, as JSON; any may be absent, and null 
     "merger": str,
     "preset": str,
     "base_fingerprint": str,
+    checkpoint.UNTRAINED: str,
     "experts": Mapping[str, str | None],
     "files": Mapping[str, str],
     "inputs": Mapping[str, Mapping[str, str]],
@@ -281,10 +282,11 @@ def by_name(
 
     Args: experts: as they are given, or folders by name; based: some merger takes differences from base.
 
-    Returns: the experts, and a problem for every name that is taken and, if ``based``, every trained expert of another
-        base than the one with this fingerprint.
+    Returns: the experts, and a problem for every name that is taken, for experts of parts of different models and, if
+        ``based``, every trained expert of another base than the one with this fingerprint.
     """
     found, problems = list[tuple[str, Path, dict[str, Any]]](), list[str]()
+    untrained: dict[str, Path] = {}
     for given, path in experts.items() if isinstance(experts, Mapping) else map(named, experts):
         manifest = manifest_of(path)
         name = given or manifest.get("task", folder_name(path))
@@ -293,7 +295,13 @@ def by_name(
         # an adapter adds to base, whatever the merger does
         if fingerprint is not None and (based or is_adapter(path)) and _is_foreign(manifest, fingerprint):
             problems.append(f"{path} was trained from another base than {base}")
+        if beside := manifest.get(checkpoint.UNTRAINED):
+            untrained.setdefault(beside, path)
         found.append((name, path, manifest))
+    first, *others = untrained.values() or [None]
+    problems += [
+        f"{path} was trained beside other frozen weights than {first}: merge experts of one model" for path in others
+    ]
     return found, problems
 
 

@@ -270,6 +270,7 @@ def _experts(
         "seed": run.seed,
         "suite": dict(suite.recipe),
         "base_fingerprint": checkpoint.fingerprint(suite.base),
+        **({checkpoint.UNTRAINED: checkpoint.fingerprint(suite.untrained)} if suite.untrained else {}),
         **({"keep_snapshots": run.keep_snapshots} if run.keep_snapshots else {}),
         **({"keep_moments": True} if run.keep_moments else {}),
         **({"sigma_from": sigma_from} if sigma_from else {}),
@@ -471,7 +472,8 @@ def _check_resumed(run: RunOptions, experts: Sequence[Expert], report: Callable[
         other = {name for name in parts if name in rows and now.get(name, rows[name]) != rows[name]}
         begun = f"changed since {task} in {out} was begun"
         others = {name: value for name, value in facts.items() if name != "train_rows"}
-        besides = ["suite.tasks", *(["label"] if run.label else []), *(["suite.data"] if "hash" in rows else [])]
+        besides = [checkpoint.UNTRAINED] if checkpoint.UNTRAINED not in found else []  # of earlier code
+        besides += ["suite.tasks", *(["label"] if run.label else []), *(["suite.data"] if "hash" in rows else [])]
         for name, recipe in product(BY_TASK, (found.get("suite"), facts["suite"])):
             values = (recipe or {}).get(name)
             of_tasks = values if isinstance(values, Mapping) else {}

@@ -15,8 +15,8 @@ from smat_fn import checkpoint, machine
 from smat_fn.config import Adapters, Dare, Della, TaskArithmetic, Ties, Training, WeightAverage
 from smat_fn.evaluate import Result, read_results
 from smat_fn.report.tables import main_table, markdown
-from smat_fn.scripts.analyse.pictures import Interference, check_picture, interference
 from smat_fn.scripts.analyse import runs as reading
+from smat_fn.scripts.analyse.pictures import Interference, check_picture, interference
 from smat_fn.scripts.analyse.runs import load_runs
 from smat_fn.scripts.analyse.scores import ExpertsCurve, experts_curve
 from smat_fn.scripts.evaluate import evaluation
@@ -287,7 +287,7 @@ def test_values_of_other_types_in_a_manifest_are_named_with_file_and_way_out(run
 
 def test_a_merger_of_two_experts_is_refused_for_more_before_any_is_read(runs, monkeypatch):
     monkeypatch.setattr(reading, "load_runs", lambda *args, **options: pytest.fail("reads the experts"))
-    with pytest.raises(ValueError, match="slerp"):
+    with pytest.raises(ValueError, match="the number of experts is 3: slerp takes exactly 2"):
         experts_curve(ExpertsCurve(runs=(runs["ft"],), merger="slerp"))
 
 

@@ -675,6 +675,18 @@ def test_a_manifest_of_something_else_is_none_of_ours(copied, tmp_path):
         streaming.order(base, experts, out=tmp_path / "out", seed=0)
 
 
+def test_experts_of_parts_of_different_models_are_refused(copied, tmp_path):
+    base, experts = copied
+    for path, other in zip(experts, ("0f", "0e"), strict=True):
+        manifest = {"kind": "expert", "task": path.name, "untrained_fingerprint": other}
+        (path / "manifest.json").write_text(json.dumps(manifest))
+        if path == experts[0]:
+            streaming.order(base, experts, out=tmp_path / "out", seed=0)
+    told = f"{experts[1]} was trained beside other frozen weights than {experts[0]}: merge experts of one model"
+    with pytest.raises(ValueError, match=told):
+        streaming.order(base, experts, out=tmp_path / "out", seed=0)
+
+
 @pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("4kb", 4000), ("1.5 MB", 1500000), ("123", 123)])
 def test_sizes(text, size):
     assert streaming.bytes_of(text) == size

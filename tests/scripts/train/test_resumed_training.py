@@ -653,6 +653,17 @@ def test_a_run_that_overwrites_removes_what_killed_ones_of_its_tasks_left(train,
     assert [name for name in names if (tmp_path / name).exists()] == [".mirror.new-1"]  # perhaps another's
 
 
+def test_what_an_expert_was_trained_beside_is_in_its_manifest_and_not_another_when_it_is_resumed(
+    suite, train, tmp_path
+):
+    one, other = (suite.replace(untrained={"w": torch.full((2,), float(i))}) for i in (1, 2))
+    train(tmp_path, "ft", tasks=("rot90",), suite=one)
+    manifest = checkpoint.load_manifest(tmp_path / "rot90")
+    assert manifest["untrained_fingerprint"] == checkpoint.fingerprint(one.untrained)
+    with pytest.raises(ValueError, match=r"untrained_fingerprint was \w+, is \w+"):
+        train(tmp_path, "ft", tasks=("rot90",), suite=other, resume=True)
+
+
 def test_a_snapshot_is_written_beside_training_and_replaces_the_last_one_whole(tmp_path, monkeypatch):
     begun, go, write = threading.Event(), threading.Event(), snapshots.save_file
     saver = Saver(tmp_path / "a.safetensors", {})
