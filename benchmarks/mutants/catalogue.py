@@ -693,7 +693,7 @@ MUTANTS = [
         ("picked - left_out", "picked"),
         ("if p.requires_grad", "if True"),
         ("leaf.ndim == 2 and inside(path, leaf)", "inside(path, leaf)"),
-        ('or type(layer).__name__ == "Conv1D"', ""),
+        ('or type(layer).__name__ in ("Conv1D", "Linear")', ""),
         ("p.ndim == 3 and min(p.shape) > 1", "p.ndim == 3"),
         ("rows <= {1, *experts.values()}", "rows <= set(experts.values())"),
         ("(count := _expert_count(child)) > 1", "(count := _expert_count(child)) > 0"),

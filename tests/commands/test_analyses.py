@@ -157,7 +157,7 @@ def asked(monkeypatch):
         reading: {
             "load_runs": loaded,
             "standard_runs": lambda runs: {0: runs[0]},
-            "check_merger": lambda paths, merger, *, preset: None,
+            "check_merger": lambda paths, merger, preset: None,
             "chosen_merger": lambda run, merger, *, coef, preset: (
                 named("chosen", (merger, coef, preset)) or DIGITS.mergers["ta"]
             ),

@@ -135,7 +135,7 @@ def chosen_merger(run: Run, merger: str, *, coef: float | None, preset: str | No
     return chosen
 
 
-def check_merger(paths: Iterable[Path], merger: str, *, preset: str | None) -> None:
+def check_merger(paths: Iterable[Path], merger: str, preset: str | None) -> None:
     """Check a merger against the runs in these folders, of which only manifests are read.
 
     Raises: ValueError for a merger that needs more than the experts, and for numbers of experts that it does not merge.

@@ -47,7 +47,7 @@ def experts_curve(options: ExpertsCurve) -> "Result":
     merger, split, seed, coef = options.merger, options.split, options.seed, options.coef
     if len(coef) not in (0, 1, len(options.runs)):
         raise ValueError(f"{len(coef)} coefs for {len(options.runs)} runs: give none, one for all, or one each")
-    check_merger(options.runs, merger, preset=options.preset)
+    check_merger(options.runs, merger, options.preset)
     runs = load_runs(options.runs, options=options.suite_options)
     standard = standard_runs(runs)
     coefs = [None] * len(runs) if not coef else list(coef) * (len(runs) if len(coef) == 1 else 1)
