@@ -560,7 +560,7 @@ def test_experts_of_one_name_or_another_base_are_refused(inputs, runs, copied, t
     (base / "manifest.json").write_text(json.dumps(own))
     streaming.order(base, {"base": base, "a": experts[0]}, out=tmp_path / "out", seed=0)
     (base / "manifest.json").unlink()
-    (experts[1] / "manifest.json").write_text(json.dumps(manifest | {"base_fingerprint": ["x"]}))
+    (experts[1] / "manifest.json").write_text(json.dumps(manifest | {"base_fingerprint": "x"}))
     with pytest.raises(ValueError, match="was trained from another base than"):
         streaming.order(base, experts, out=tmp_path / "out", seed=0)
 

@@ -136,7 +136,7 @@ def test_a_task_that_is_added_to_the_data_is_trained_unless_tasks_are_named(scri
         return len(calls(script)) - before
 
     def expert(task, name="trace", data=str(tmp_path / "data")):
-        manifest = {"kind": "expert", "code": machine.code(), "suite": {"name": name, "data": data}}
+        manifest = {"kind": "expert", "code": machine.code(), "suite": {"name": name, "seed": 0, "data": data}}
         write_text(tmp_path / "out/ft-seed1" / task / "manifest.json", json.dumps(manifest))
 
     expert("rot90")
