@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import regex
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
@@ -15,7 +16,6 @@ from torch import Tensor
 from ... import checkpoint, errors, tree
 from ...execution import unrounded
 from ...merge.around.factors import Factors
-from . import patterns
 from .naming import namings
 from .reading import Folder, Pickled, Read, Store, Stored, config_of, foreign
 from .vocabulary import HEAD, by_token
@@ -25,6 +25,7 @@ PICKLED = "adapter_model.bin"  # of older versions of peft
 BESIDE = "non_lora_trainables.bin", "trainable_params.bin"  # of LLaVA (its projector), of LongLoRA
 PREFIX = "base_model.model."
 BLOCK = 1 << 15  # coordinates of one matrix product: its shape decides the last bit, so it is not an option
+_LONGEST = 1.0  # seconds that an expression may take: re, which has no limit, may never end
 _UNUSED = {  # by the merged weights; everything else that is set, and not handled below, is refused
     "auto_mapping",
     "base_model_name_or_path",
@@ -410,8 +411,10 @@ def _no_patterns(config: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name} is {pattern!r}, must be an object of expressions and numbers"
             continue
         for key in pattern:
-            if why := patterns.problem(key):
-                yield f"{name} has {key!r}, which {why}"
+            try:
+                regex.compile(_whole(key))
+            except (regex.error, RecursionError, OverflowError) as error:  # "(" * 9999, "a{9999999999}"
+                yield f"{name} has {key!r}, which is not a regular expression ({error})"
 
 
 def _no_numbers(config: Mapping[str, Any]) -> Iterator[str]:
@@ -524,12 +527,12 @@ def _scale(label: str, config: Mapping[str, Any], module: str, rank: int) -> flo
 
     Raises: ValueError where the configuration gives another rank, or one that is not above 0.
     """
-    given = _of_pattern(config.get("rank_pattern"), module, config["r"])
+    given = _of_pattern(label, config, "rank_pattern", module, config["r"])
     if not given > 0:
         raise ValueError(f"{label}: {module!r} has rank {given} in its {CONFIG}, must be above 0: save it again")
     if given != rank:
         raise ValueError(f"{label}: {module!r} has rank {rank}, its {CONFIG} says {given}: of different adapters?")
-    alpha = _of_pattern(config.get("alpha_pattern"), module, config["lora_alpha"])
+    alpha = _of_pattern(label, config, "alpha_pattern", module, config["lora_alpha"])
     return alpha / math.sqrt(given) if config.get("use_rslora") else alpha / given
 
 
@@ -560,9 +563,25 @@ def _headless(name: str) -> str:
     return "but base stores no head of its own: give a base that does (tie_word_embeddings false, saved again)"
 
 
-def _of_pattern(pattern: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    """The value of the first expression that a module's path ends with, as in peft."""
-    return next((value for key, value in (pattern or {}).items() if patterns.is_match(key, module)), default)
+def _of_pattern(label: str, config: Mapping[str, Any], name: str, module: str, default: Any) -> Any:
+    """The value of the first expression that a module's path ends with, as in peft.
+
+    Raises: ValueError for an expression that takes longer than `_LONGEST`, as only a hostile one does.
+    """
+    for key, value in (config.get(name) or {}).items():
+        try:
+            if regex.match(_whole(key), module, timeout=_LONGEST):
+                return value
+        except TimeoutError:
+            raise ValueError(
+                f"{label}: in its {CONFIG} {name} has {key!r}, which takes over {_LONGEST} s to match {module!r}: "
+                "give the names of modules instead"
+            ) from None
+    return default
+
+
+def _whole(expression: str) -> str:
+    return rf"(.*\.)?({expression})$"
 
 
 def _leaf(name: str, base: Folder) -> str | None:
