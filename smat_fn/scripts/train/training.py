@@ -184,7 +184,6 @@ def train_run(
     with ExitStack() as held:
         if world.leads:
             _hold(run, held)
-            _sweep(run)
             if run.resume:
                 _check_resumed(run, experts, report)
             fingerprint = experts[0].facts["base_fingerprint"]
@@ -198,19 +197,18 @@ def train_run(
 
 
 def _hold(run: RunOptions, held: ExitStack) -> None:
-    """Lock the tasks of a run, where the disk has locks. Raises: ValueError where another process trains one."""
+    """Lock the tasks of a run, where the disk has locks, and remove partial writes of killed runs of them.
+
+    Raises: ValueError where another process trains one.
+    """
     for task in run.tasks:
         file = run.out / f".{task}.lock"
         taken = f"{task} is trained in {run.out} by another process: wait for it, or delete {file} if there is none"
         with suppress(OSError):  # a cluster's disk may have no locks
             held.enter_context(locked(file, taken))
-
-
-def _sweep(run: RunOptions) -> None:
-    """Remove partial writes of killed runs of these tasks, whose locks are held."""
     for task in run.tasks:
-        folders = [snapshot_folder(run.out, index, task) for index in range(1, run.keep_snapshots + 1)]
-        for path in (run.out / task, snapshots.path_of(run.out, task), snapshots.replaced(run.out, task), *folders):
+        kept = [snapshot_folder(run.out, index, task) for index in range(1, run.keep_snapshots + 1)]
+        for path in (run.out / task, snapshots.path_of(run.out, task), snapshots.replaced(run.out, task), *kept):
             checkpoint.sweep(path)
 
 
