@@ -99,7 +99,12 @@ def stored_choices(protocol: Protocol, grids: Mapping[str, Grid]) -> dict[str, l
         raise ValueError(f"{file} is not there: run the tuning first")
     stored = json.loads(file.read_text(encoding="utf-8"))["chosen"]
     classes = {label: type(grid.method) for label, grid in grids.items()}
+    adapters = {label: grid.training.lora for label, grid in grids.items()}
     return {
-        label: [Candidate(classes[label](**facts["hyperparameters"]), Training(**facts["training"]))]
+        label: [
+            Candidate(
+                classes[label](**facts["hyperparameters"]), Training(**{**facts["training"], "lora": adapters[label]})
+            )
+        ]
         for label, facts in stored.items()
     }

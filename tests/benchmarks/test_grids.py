@@ -75,6 +75,14 @@ def test_tuning_widens_until_no_choice_is_at_an_edge_and_the_choices_are_read_ba
     assert grids.stored_choices(study.protocol, study.grids) == {"SMAT": [place(4e-4, 0.02)]}
 
 
+def test_choices_of_adapters_are_read_back(monkeypatch, tmp_path):
+    study = digits_lora.STUDY.protocol._replace(name=str(tmp_path / "try"))
+    chosen = {label: grid.candidates()[-1] for label, grid in digits_lora.GRIDS.items()}
+    facts = {label: candidate.facts() for label, candidate in chosen.items()}
+    study.file("_tuning.json").write_text(json.dumps({"chosen": facts}))
+    assert grids.stored_choices(study, digits_lora.GRIDS) == {label: [one] for label, one in chosen.items()}
+
+
 def test_a_choice_that_is_still_at_an_edge_ends_the_widening(monkeypatch, tmp_path):
     number = []
 
