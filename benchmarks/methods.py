@@ -48,7 +48,8 @@ class Candidate(NamedTuple):
 
     def is_stored(self, facts: Facts) -> bool:
         """Whether these are its facts; training options newer than the stored facts count as their defaults."""
-        return {**self.facts(), "training": self.training} == {**facts, "training": Training(**facts["training"])}
+        stored = {**facts, "training": asdict(Training(**facts["training"]))}
+        return json.loads(json.dumps(self.facts())) == json.loads(json.dumps(stored))
 
 
 class Protocol(NamedTuple):

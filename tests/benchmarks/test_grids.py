@@ -80,7 +80,10 @@ def test_choices_of_adapters_are_read_back(monkeypatch, tmp_path):
     chosen = {label: grid.candidates()[-1] for label, grid in digits_lora.GRIDS.items()}
     facts = {label: candidate.facts() for label, candidate in chosen.items()}
     study.file("_tuning.json").write_text(json.dumps({"chosen": facts}))
-    assert grids.stored_choices(study, digits_lora.GRIDS) == {label: [one] for label, one in chosen.items()}
+    read = grids.stored_choices(study, digits_lora.GRIDS)
+    assert read == {label: [one] for label, one in chosen.items()}
+    monkeypatch.setattr(methods, "ROOT", tmp_path)
+    assert methods.frozen(study._replace(grids=read)) == chosen
 
 
 def test_a_choice_that_is_still_at_an_edge_ends_the_widening(monkeypatch, tmp_path):
