@@ -175,7 +175,7 @@ def test_every_option_of_recipe_reaches_the_merge(received):
     table = [
         *as_given(
             file=Path("other.yml"), out=Path("elsewhere"), seed=3, dry_run=True, overwrite=True, vocabulary="base-rows",
-            config_from="x", heads="keep", into="x", partial=True,
+            config_from="x", heads="keep", into="x", partial=True, device="cuda",
         ),
         ({"shard_size": "7MB"}, {"shard_size": 7_000_000}),
         ({"memory_mib": 80}, {"chunk": chunk_of(80 << 20)}),
@@ -186,7 +186,7 @@ def test_every_option_of_recipe_reaches_the_merge(received):
     ]  # fmt: skip
     plain = settings.FromRecipe(Path("merge.yml"), Path("out"))
     found = assert_effects(partial(received, commands.from_recipe), plain, table)
-    assert (found["chunk"], found["seed"]) == (chunk_of(72 << 20), 1)
+    assert (found["chunk"], found["seed"]) == (None, 1)
 
 
 @pytest.fixture(scope="module")
@@ -554,6 +554,16 @@ def test_what_cannot_be_merged_is_told_in_one_line(words, told, hub, call, tmp_p
     assert told in code
     assert all(line.startswith("  ") for line in code.split("\n")[1:])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_recipe_is_merged_on_the_device_that_is_asked_for(hub, call, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    models = [{"model": str(hub / name), "parameters": {"weight": 0.5}} for name in ("math", "code")]
+    file = tmp_path / "recipe.yml"
+    file.write_text(json.dumps({"merge_method": "linear", "models": models, "dtype": "float32"}))
+    _, code = call("recipe", file, "--device", "cuda", "--out", tmp_path / "out")
+    assert "device is 'cuda', but torch sees no GPU here" in code
+    assert call("recipe", file, "--device", "cpu", "--memory-mib", 80, "--out", tmp_path / "out")[1] is None
 
 
 def test_models_of_all_tasks_in_one_folder(hub, call, tmp_path):

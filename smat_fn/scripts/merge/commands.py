@@ -143,7 +143,7 @@ def from_recipe(args: FromRecipe) -> None:
         given["shard_size"] = streaming.bytes_of(args.shard_size)
     given |= {
         name: value
-        for name in ("vocabulary", "config_from", "heads", "into")
+        for name in ("vocabulary", "config_from", "heads", "into", "device")
         if (value := getattr(args, name)) is not None
     }
     given["partial"] = args.partial or given.get("partial", False)
@@ -154,7 +154,7 @@ def from_recipe(args: FromRecipe) -> None:
         seed=seed,
         coefs=found.coef,
         overwrite=args.overwrite,
-        chunk=chunk_of(args.memory_mib << 20),
+        chunk=None if args.memory_mib is None else chunk_of(args.memory_mib << 20),
         workers=args.threads,
         part=part,
         based=found.config.based,

@@ -11,7 +11,7 @@ FOREIGN = {
     "base-model": "write --base",
     "clone-tensors": _ALWAYS,
     "copy-tokenizer": f"{_DROP}, the base's tokenizer is always copied",
-    "cuda": f"{_DROP}, a recipe is merged on the CPU (merge.py MERGER has --device cuda)",
+    "cuda": "write --device cuda",
     "gpu-rich": _DROP,
     "lambda": "write --coef",
     "lazy-loader": _ALWAYS,

@@ -155,8 +155,10 @@ class FromRecipe:
     copies its other weights."""
     partial: bool = False
     """Models may lack parameters of the base, such as a file without a VAE: those are taken from the base."""
-    memory_mib: int = 72
-    """Working memory, in MiB, besides mapped files; --dry-run prints the need."""
+    memory_mib: Annotated[int | None, arg(help_behavior_hint="(default: 72, or up to 10272 of a GPU)")] = None
+    """Working memory, in MiB, besides mapped files (with --device cuda: GPU memory); --dry-run prints the need."""
+    device: Annotated[Literal["cpu", "cuda"] | None, arg(help_behavior_hint="(default: the file's, else cpu)")] = None
+    """Device that merges chunks; some mergers have other last bits on a GPU."""
     threads: int = 1
     """CPU threads; they share --memory-mib."""
     part: Annotated[str | None, arg(metavar="I/N", help_behavior_hint="(default: all)")] = None

@@ -47,7 +47,7 @@ def test_a_word_after_a_recipe_is_its_output():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--cuda", "--copy-tokenizer"], "merge.py: --cuda of mergekit: leave out, a recipe is merged on the CPU"),
+        (["--cuda", "--copy-tokenizer"], "merge.py: --cuda of mergekit: write --device cuda"),
         (["--cuda", "--copy-tokenizer"], "; --copy-tokenizer of mergekit: leave out, the base's tokenizer is always"),
         (["--lazy-unpickle", "--low-cpu-memory"], "--low-cpu-memory of mergekit: leave out, always on here\n"),
         (["--out-shard-size=1B", "--random-seed", "3"], "--random-seed of mergekit: write --seed N"),
