@@ -18,6 +18,7 @@ LANES = 128  # blocks of a tile: their state stays in the first-level cache
 TILE = 8 * LANES
 COLUMNS = uint64(64)  # of a tile whose magnitudes are counted
 RUN = 16  # coordinates of a sample that are neighbours
+ROWS, MAGNITUDES = 8, 1 << 11  # whose magnitudes are counted at a time; those counted, 16 exponents of bfloat16
 MAGMAX, SCE, RAM, CONSENSUS, TALL_MASK, EMR, NEARSWAP = range(7)  # of `combined`
 _WORD, _HALF = uint64(0xFFFFFFFF), uint64(32)
 _MULTIPLIERS = uint64(0xD2511F53), uint64(0xCD9E8D57)
@@ -343,17 +344,19 @@ def dropped(delta, fields, cutoff, kept, out):  # type: ignore[no-untyped-def]
 
 
 @jit
-def items(delta, length, out):  # type: ignore[no-untyped-def]
-    """Magnitude above position in the row: all different, in the order of a stable sort. Args: out: uint64."""
-    bits = delta.view(np.uint32)
-    for first in range(0, len(delta), length):
-        row, places = bits[first : first + length], out[first : first + length]
+def items(sizes, length, out):  # type: ignore[no-untyped-def]
+    """Magnitude above position in the row: all different, in the order of a stable sort.
+
+    Args: sizes: bits of float32, whose sign does not matter; out: uint64.
+    """
+    for first in range(0, len(sizes), length):
+        row, places = sizes[first : first + length], out[first : first + length]
         for i in range(length):
             places[i] = (uint64(row[i] & uint32(0x7FFFFFFF)) << _HALF) | uint64(i)
 
 
 @jit
-def packed(delta, length, bits, out):  # type: ignore[no-untyped-def]
+def packed(sizes, length, bits, out):  # type: ignore[no-untyped-def]
     """`items` in 32 bits: the upper bits of a magnitude, then whether its lower ones are not 0, then the position.
 
     The magnitudes of a row that have upper bits are those down to 2^-16 of its largest one.
@@ -361,11 +364,11 @@ def packed(delta, length, bits, out):  # type: ignore[no-untyped-def]
     Args: bits: of a position, as few as a row needs; out: uint32.
     Returns: how many magnitudes have lower bits.
     """
-    sizes, width = delta.view(np.uint32), 31 - bits
+    width = 31 - bits
     shift = max(27 - width, 0)  # 16 exponents and 23 bits of a fraction are 2^27 magnitudes
     step, bit, factor = uint32(1 << shift), uint32(1 << bits), uint32(1 << (bits + 1 - shift))
     lower, most, cut = uint32(step - uint32(1)), (1 << width) - 2, int64(0)
-    for first in range(0, len(delta), length):
+    for first in range(0, len(sizes), length):
         row, places = sizes[first : first + length], out[first : first + length]
         largest, found = uint32(0), uint32(0)
         for i in range(length):
@@ -384,13 +387,13 @@ def packed(delta, length, bits, out):  # type: ignore[no-untyped-def]
 
 
 @jit
-def mended(delta, length, bits, order):  # type: ignore[no-untyped-def]
+def mended(sizes, length, bits, order):  # type: ignore[no-untyped-def]
     """Sorts what `packed` could not tell apart, in rows that are sorted but for it. Args: order: uint32.
 
     Returns: False, and stops, where that is over an eighth of a long row: another sort takes less time.
     """
-    sizes, bit = delta.view(np.uint32), uint32(1 << bits)
-    for first in range(0, len(delta), length):
+    bit = uint32(1 << bits)
+    for first in range(0, len(sizes), length):
         row, places, alike = sizes[first : first + length], order[first : first + length], uint32(0)
         for i in range(1, length):
             near = uint32(places[i] ^ places[i - 1]) < bit
@@ -418,28 +421,105 @@ def _inserted(row, places, i, bit):  # type: ignore[no-untyped-def]
 
 
 @jit
-def dropped_by_rank(delta, order, position, fields, by_rank, out):  # type: ignore[no-untyped-def]
-    """`dropped` with a cutoff T for each rank of |delta| in its row, equal ones by position; ``kept = 1 - T / 65536``.
+def ranked_in_order(order, position, by_rank, out):  # type: ignore[no-untyped-def]
+    """A number for each coordinate of rows by the rank of its magnitude in its row, equal ones by position.
 
-    Args: order: `items`, or what is `packed`, sorted in each row; position: the bits of it that tell the place; fields:
-        int16, less 32768; by_rank: int32, T by ascending rank, whose length is that of the rows; out: not delta, or it
-        takes five times as long.
+    Args: order: `items`, or what is `packed`, sorted in each row; position: the bits of it that tell the place;
+        by_rank: uint16, as long as a row; out: uint16.
     """
     length = len(by_rank)
-    cutoffs = np.empty(length, np.int32)
-    for first in range(0, len(delta), length):
-        row = slice(first, first + length)
-        ranked = order[row]
+    for first in range(0, len(out), length):
+        ranked, row = order[first : first + length], out[first : first + length]
         for rank in range(length):
-            cutoffs[ranked[rank] & position] = by_rank[rank]
-        _drop_row(delta[row], fields[row], cutoffs, out[row])
+            row[ranked[rank] & position] = by_rank[rank]
+
+
+@jit
+def ranked_by_counts(sizes, largest, by_rank, like, out):  # type: ignore[no-untyped-def]
+    """`ranked_in_order` of magnitudes that are counted, not sorted: those of few bits, as of differences of bfloat16.
+
+    Counts of eight rows are neighbours: one sum is for several rows, and equal magnitudes in a row do not wait.
+
+    Args: sizes: as `items`'; largest: of them; like: of the dtype of counts, which holds the length of a row.
+    Returns: False, and stops, where too many have bits that are not counted.
+    """
+    length, words = len(by_rank), like.itemsize
+    sums, rest = np.empty((MAGNITUDES, words), np.uint64), np.empty((2, length), np.uint64)
+    order = np.full((ROWS, length), -1, np.int32)
+    counts, floor = sums.view(like.dtype).reshape(-1), int64(largest >> uint32(16)) - int64(MAGNITUDES - 1)
+    for first in range(0, len(sizes), ROWS * length):
+        keys, some = out[first : first + ROWS * length].reshape(-1, length), sizes[first : first + ROWS * length]
+        rows, odd, count = uint64(len(keys)), 0, uint64(0)
+        for row in range(rows):
+            odd += _keys(some[row * length :], row, uint32(max(floor, 0) << 16), keys[row])
+        if ROWS * odd > len(some):
+            return False
+        sums[:] = uint64(0)
+        for i in range(uint64(length)):
+            for row in range(rows):
+                counts[keys[row, i] >> uint64(1)] += 1
+        for word in range(words):
+            total = uint64(0)
+            for k in range(MAGNITUDES):
+                total, sums[k, word] = total + sums[k, word], total
+        for i in range(uint64(length)):
+            for row in range(rows):
+                key = uint64(keys[row, i])
+                if key & uint64(1):
+                    rest[0, count] = (row << _HALF) | i
+                    count += uint64(1)
+                else:
+                    rank = uint64(counts[key >> uint64(1)])
+                    counts[key >> uint64(1)] = rank + uint64(1)
+                    keys[row, i] = by_rank[rank]
+        if not _ranked_rest(some, rest[:, :count], counts, order, by_rank, keys):
+            return False
+    return True
+
+
+@inlined
+def _keys(sizes, row, floor, out):  # type: ignore[no-untyped-def]
+    """Where counts of magnitudes are, twice, and one more for those whose lower bits are not 0. Returns: how many."""
+    odd, base = uint32(0), uint32(2 * row)
+    for i in range(len(out)):
+        size = uint32(sizes[i] & uint32(0x7FFFFFFF))
+        upper = uint32(uint32(max(size, floor) - floor) >> uint32(12)) & uint32(0xFFF0)
+        lower = uint32(size & (uint32(0xFFFF) if size >= floor else uint32(0xFFFFFFFF)))
+        flag = uint32(min(lower, uint32(1)))
+        out[i] = uint32(uint32(upper | base) | flag)
+        odd = uint32(odd + flag)
+    return int64(odd)
 
 
 @inner
-def _drop_row(delta, fields, cutoffs, out):  # type: ignore[no-untyped-def]
-    for i in range(len(out)):
-        kept = float32(1) - float32(cutoffs[i]) / float32(65536)
-        out[i] = delta[i] / kept if int32(fields[i]) >= cutoffs[i] - int32(32768) else float32(0)
+def _ranked_rest(sizes, rest, counts, order, by_rank, keys):  # type: ignore[no-untyped-def]
+    """Those of the same upper bits are behind the others, and sorted by inserting one after the other.
+
+    Args: rest: uint64 (2, n): row and place of each, and room for ranks; order: -1, and again afterwards.
+    """
+    length, left = uint64(keys.shape[1]), 4 * len(sizes)
+    for k in range(rest.shape[1]):
+        row, i = rest[0, k] >> _HALF, rest[0, k] & _WORD
+        at, size = uint64(keys[row, i]) >> uint64(1), uint32(sizes[row * length + i] & uint32(0x7FFFFFFF))
+        rank = uint64(counts[at])
+        counts[at] += 1
+        rest[1, k] = rank
+        while rank > uint64(0):
+            before = order[row, rank - uint64(1)]
+            if before < 0 or uint32(sizes[row * length + uint64(before)] & uint32(0x7FFFFFFF)) <= size:
+                break
+            order[row, rank] = before
+            rank -= uint64(1)
+            left -= 1
+        order[row, rank] = i
+        if left < 0:
+            return False
+    for k in range(rest.shape[1]):
+        row, rank = rest[0, k] >> _HALF, rest[1, k]
+        keys[row, uint64(order[row, rank])] = by_rank[rank]
+    for k in range(rest.shape[1]):
+        order[rest[0, k] >> _HALF, rest[1, k]] = -1
+    return True
 
 
 @jit
@@ -914,42 +994,15 @@ def vectors(sources, size, out):  # type: ignore[no-untyped-def]
 
 
 @jit
-def ranked(vectors, order, position, keys, block, skip, by_rank, divide, ratios, weights):  # type: ignore[no-untyped-def]
-    """Drops coordinates of rows by rank, divides others by the keep probability of theirs, times two numbers: DELLA.
-
-    Args: vectors: float32 (experts, size); order, position: as `dropped_by_rank`'s, as many rows; keys, block, skip,
-        ratios, weights: as `masked`'s; by_rank: int32 (experts, length of a row), T by ascending rank; divide: by
-        1 - T / 65536, else by 1.
-    """
-    length, cutoffs = by_rank.shape[1], np.empty(by_rank.shape[1], np.int32)
-    state, words = np.empty((2, LANES), np.uint64), np.empty((LANES, 2), np.uint64)
-    halves = words.view(np.uint16).reshape(-1)
-    for i in range(len(vectors)):
-        ratio, weight = ratios[i], weights[i]
-        for row in range(0, vectors.shape[1], length):
-            places = order[i, row : row + length]
-            for rank in range(length):
-                cutoffs[places[rank] & position] = by_rank[i, rank]
-            column = 0
-            while column < length:
-                field = skip + row + column
-                ahead = field % 8
-                n = min(TILE - ahead, length - column)
-                _draw(keys[i, 0], keys[i, 1] + block + uint64(field // 8), ahead + n, state, words)
-                vector, drawn, cutoff = vectors[i, row + column :], halves[ahead:], cutoffs[column:]
-                for j in range(n):
-                    kept = float32(1) - float32(cutoff[j]) / float32(65536) if divide else float32(1)
-                    value = vector[j] / kept if int32(drawn[j]) >= cutoff[j] else float32(0)
-                    vector[j] = value * ratio * weight
-                column += n
-
-
-@jit
-def masked(sources, block, skip, size, keys, cutoffs, kept, ratios, weights, elect, mean, divisor, coef, target):  # type: ignore[no-untyped-def]
-    """Merges task vectors whose mask streams drop coordinates, the others divided by ``kept``: DARE.
+def masked(
+    sources, block, skip, size, keys, cutoffs, kept, ranked, share, ratios, weights, elect, mean, divisor, coef, target
+):  # type: ignore[no-untyped-def]
+    """Merges task vectors whose mask streams drop coordinates, the others divided by ``kept``: DARE, DELLA.
 
     Args: block, skip: the place of the window in the streams; keys: (experts, 2); cutoffs, kept: int32 and float32, one
-        an expert; elect: take only what has the sign of the sum, + where that is 0; others as `banded`'s.
+        an expert; ranked: uint16 (experts, size), cutoffs of coordinates, or none: they are dropped by both, and their
+        ``kept`` is less by cutoff times ``share``; elect: take only what has the sign of the sum, + where that is 0;
+        others as `banded`'s.
     Returns: as `banded`.
     """
     count = len(sources) - 1
@@ -970,11 +1023,17 @@ def masked(sources, block, skip, size, keys, cutoffs, kept, ratios, weights, ele
             largest = max(largest, _delta(sources, i + 1, first, n, origin, row))
             _draw(keys[i, 0], keys[i, 1] + counter, int64(ahead + n), state, words)
             drawn, cutoff, probability, ratio, weight = halves[ahead:], cutoffs[i], kept[i], ratios[i], weights[i]
+            if ranked.shape[1]:
+                own = ranked[i, first:]
+                for j in range(n):
+                    divided = row[j] / (probability - float32(own[j]) * share)
+                    stays = int32(drawn[j]) >= max(int32(own[j]), cutoff)
+                    row[j] = (divided if stays else float32(0)) * ratio * weight
+            else:
+                for j in range(n):
+                    row[j] = (row[j] / probability if int32(drawn[j]) >= cutoff else float32(0)) * ratio * weight
             for j in range(n):
-                value = row[j] / probability if int32(drawn[j]) >= cutoff else float32(0)
-                value = value * ratio * weight
-                row[j] = value
-                merged[j] += value
+                merged[j] += row[j]
         if elect:
             _elected(merged, n, sign)
             _agreeing(rows, 0, n, sign, mean, weights, merged, agreeing)
@@ -991,33 +1050,6 @@ def masked(sources, block, skip, size, keys, cutoffs, kept, ratios, weights, ele
 def _elected(total, n, sign):  # type: ignore[no-untyped-def]
     for j in range(n):
         sign[j] = float32(1) if total[j] >= 0 else float32(-1)
-
-
-@jit
-def added(vectors, base, size, weights, elect, mean, divisor, coef, target):  # type: ignore[no-untyped-def]
-    """Merges vectors that are weighted already. Args: vectors: float32 (experts, size); base: `banded`'s sources[:1];
-    elect, as `masked`'s, and the others: as `banded`'s. Returns: as `banded`, the first magnitude 0.
-    """
-    origin, merged, sign = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
-    agreeing, change, error = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
-    sums, written, first, end = np.zeros((2, 64)), uint32(0), uint64(0), uint64(size)
-    while first < end:
-        n = min(uint64(TILE), end - first)
-        _load(base, 0, first, n, origin)
-        for j in range(n):
-            merged[j] = float32(-0.0)
-        for i in range(len(vectors)):
-            vector = vectors[i, first:]
-            for j in range(n):
-                merged[j] += vector[j]
-        if elect:
-            _elected(merged, n, sign)
-            _agreeing(vectors, first, n, sign, mean, weights, merged, agreeing)
-        else:
-            _divided(merged, n, divisor)
-        written = max(written, _finish(merged, n, origin, coef, target, first, change, error, sums))
-        first += n
-    return sums[0].sum(), sums[1].sum(), uint32(0), written
 
 
 @jit
@@ -1268,10 +1300,10 @@ def averaged(sources, size, weights, divisor, line, target):  # type: ignore[no-
 
 
 @jit
-def norms(sources, start, size, bands, splits, keys, cutoffs, sums):  # type: ignore[no-untyped-def]
+def norms(sources, start, size, bands, splits, keys, cutoffs, ranked, sums):  # type: ignore[no-untyped-def]
     """Sums of magnitudes of task vectors, and of what stays of them, by blocks as of `absolute_sums`.
 
-    Args: start: a multiple of 4096; keys: (experts, 2) of mask streams, none where nothing is random; cutoffs: int32,
+    Args: start: a multiple of 4096; keys: (experts, 2) of mask streams, none where nothing is random; cutoffs, ranked:
         as `masked`'s; sums: float64 (2, experts, blocks); others as `banded`'s.
     """
     state, words = np.empty((2, LANES), np.uint64), np.empty((LANES, 2), np.uint64)
@@ -1302,6 +1334,8 @@ def norms(sources, start, size, bands, splits, keys, cutoffs, sums):  # type: ig
                     cutoff = cutoffs[i]
                     for j in range(n):
                         some[j] = some[j] if int32(halves[j]) >= cutoff else float32(0)
+                    for j in range(n if ranked.shape[1] else 0):
+                        some[j] = some[j] if halves[j] >= ranked[i, first + j] else float32(0)
                 first += n
             sums[0, i, block] = _absolute(row, work)
             sums[1, i, block] = _absolute(kept, work)

@@ -85,12 +85,16 @@ def thresholds(length: int, drop_prob: float, window: float, device: torch.devic
 
 
 def _masked(delta: Tensor, fields: Tensor, by_rank: Tensor) -> Tensor:
-    if (loops := loops_for(delta, fields, by_rank)) is not None and delta.dtype == torch.float32:
-        out, centered = torch.empty_like(delta), (fields - 32768).to(torch.int16)
-        looped.drop_by_rank(loops, *map(array, (delta, centered, by_rank, out)))
-        return out
-    order = ascending(delta.view(-1, len(by_rank)).abs())
-    drop = by_rank.new_empty(order.shape).scatter_(-1, order, by_rank.expand_as(order)).view(-1)
+    loops = loops_for(delta, fields, by_rank) if delta.dtype == torch.float32 and delta.numel() else None
+    if loops is not None and by_rank[0] <= looped.MOST:
+        cutoffs = numpy.empty(len(delta), numpy.uint16)
+        largest = looped.bits_of(delta.abs().max())
+        sizes = array(delta).view(numpy.uint32)
+        looped.ranked(loops, sizes, largest, array(by_rank).astype(numpy.uint16), cutoffs)
+        drop = torch.from_numpy(cutoffs).to(torch.int32)
+    else:
+        order = ascending(delta.view(-1, len(by_rank)).abs())
+        drop = by_rank.new_empty(order.shape).scatter_(-1, order, by_rank.expand_as(order)).view(-1)
     kept = 1 - drop.to(delta.dtype) / 65536
     return zeroed(delta / kept, fields >= drop)
 
@@ -186,17 +190,19 @@ class Della(Sparse):
 
         return Rule(own, rows=True, loop=partial(self.looped, leaves))
 
-    def mask(self, leaves: Mapped, own: Own) -> looped.Mask:
+    def mask(self, leaves: Mapped, own: Own) -> looped.Mask | None:
         assert self.drop_prob is not None
         assert self.window is not None
-        by_rank = numpy.empty((len(own.names), row_length(own.shape)), numpy.int32)
+        by_rank = numpy.zeros((len(own.names), row_length(own.shape)), numpy.int32)
         for row, name, density in zip(by_rank, own.names, own.densities, strict=True):
-            if density in (0, 1):
-                row[:] = 0 if density else 1 << 16
-            else:
+            if density not in (0, 1):
                 shares = _shares(name, own.path, density, self.drop_prob, self.window, self.windows)
                 row[:] = thresholds(len(row), *shares).numpy()
-        return looped.ByRank(by_rank, divide=not self.rescale)
+        if by_rank.max(initial=0) > looped.MOST:
+            return None
+        cutoffs = [1 << 16 if density == 0 else 0 for density in own.densities]
+        alike = (by_rank == by_rank[0]).all()
+        return looped.ByRank(by_rank[: 1 if alike else None].astype(numpy.uint16), cutoffs, divide=not self.rescale)
 
     def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
         return max(

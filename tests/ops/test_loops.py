@@ -6,12 +6,13 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from torch.func import vmap
 
 from smat_fn import execution, merge, ops, random
-from smat_fn.merge.parts.looped import ByField, Terms, Window, ordered, sources
+from smat_fn.merge.parts.looped import ByField, Terms, Window, ordered, ranked, sources
 from smat_fn.ops import cpu
 from smat_fn.ops.cpu import centered_fields
 from smat_fn.testing import assert_trees_equal
@@ -39,7 +40,7 @@ def calls(monkeypatch):
         names.append(name)
         return loop(*args)
 
-    for name in ("words", "fields", "simulate", "reweight", "dropped", "dropped_by_rank", "agree"):
+    for name in ("words", "fields", "simulate", "reweight", "dropped", "ranked_in_order", "agree"):
         monkeypatch.setattr(loops, name, partial(spy, name, getattr(loops, name)))
     return names
 
@@ -169,7 +170,7 @@ def test_merges_with_random_masks(dtype, calls):
         return [leaf for vector in results for leaf in vector.values()]
 
     same_bits(*both(merged))
-    used = {"words", "fields"} | ({"dropped", "dropped_by_rank", "agree"} if dtype != torch.float64 else set())
+    used = {"words", "fields"} | ({"dropped", "ranked_in_order", "agree"} if dtype != torch.float64 else set())
     assert set(calls) == used
 
 
@@ -196,12 +197,46 @@ ROWS = {  # how three rows of n numbers are made of normal ones, and the bits th
 def test_rows_are_ordered_by_magnitude_then_position(length, bits, kind):
     rows = torch.randn(3, length, generator=torch.Generator().manual_seed(length))
     delta = ROWS[kind][1](rows).contiguous()
-    order, places = ordered(
-        execution.loops(), execution.array(delta), length, lambda _, *size: torch.empty(size[0], dtype=size[1])
-    )
+    sizes = execution.array(delta).view(numpy.uint32)
+    order, places = ordered(execution.loops(), sizes, length, lambda _, *size: torch.empty(size[0], dtype=size[1]))
     assert order.itemsize * 8 == bits
     found = torch.from_numpy((order & places).astype("int64")).view(3, length)
     assert torch.equal(found, delta.abs().argsort(dim=-1, stable=True))
+
+
+RANKED = {  # rows of n normal numbers, and how magnitudes are ranked
+    "differences": ([(19, 300), (2, 1024), (1, 70000)], True, lambda x: (x + 0.1 * x.roll(1)).bfloat16() - x.bfloat16()),
+    "few": ([(8, 4096)], True, lambda x: (3 * x).round()),
+    "far below": ([(9, 512)], True, lambda x: x.bfloat16().float().index_fill(1, torch.arange(0, 40), 1e-30)),
+    "zeros": ([(3, 256)], True, lambda x: 0 * x),
+    "short": ([(16, 255)], False, lambda x: x.bfloat16().float()),
+    "float32": ([(16, 300)], False, lambda x: x),
+    "one bin": ([(16, 300)], False, lambda x: x.index_fill(1, torch.tensor([3]), 1e30)),
+    "descending": ([(8, 8192)], False, lambda x: _descending(x)),
+    "infinite": ([(8, 300)], True, lambda x: (x * 2e38).bfloat16().float()),
+}
+
+
+def _descending(rows):
+    """Numbers of which one row has so many in one bin that inserting them takes too long."""
+    rows = rows.bfloat16().float()
+    rows[0] = 1 + 2.0**-8 - 2.0**-22 * torch.arange(rows.shape[1])
+    return rows
+
+
+@pytest.mark.parametrize(("shape", "kind"), [(case, kind) for kind, (cases, *_) in RANKED.items() for case in cases])
+def test_magnitudes_are_counted_where_they_have_few_bits(shape, kind, calls):
+    _, counted, made = RANKED[kind]
+    delta = made(torch.randn(shape, generator=torch.Generator().manual_seed(1))).float().contiguous()
+    sizes = execution.array(delta).view(numpy.uint32)
+    by_rank = numpy.random.default_rng(0).integers(0, 1 << 16, shape[1]).astype(numpy.uint16)
+    found = numpy.empty(sizes.size, numpy.uint16)
+    ranked(execution.loops(), sizes, int((sizes & 0x7FFFFFFF).max()), by_rank, found)
+    order = delta.abs().argsort(dim=-1, stable=True).numpy()
+    wanted = numpy.empty(shape, numpy.uint16)
+    numpy.put_along_axis(wanted, order, numpy.broadcast_to(by_rank, shape), 1)
+    assert (found == wanted.reshape(-1)).all()
+    assert ("ranked_in_order" in calls) is not counted
 
 
 def test_special_numbers_in_merges():

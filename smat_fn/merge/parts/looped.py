@@ -3,6 +3,7 @@
 They read weights as they are stored, a tile at a time, and write merged ones: no float32 copy of a tensor is made.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
@@ -19,6 +20,9 @@ KINDS = torch.float32, torch.bfloat16, torch.float16  # that the loops read and 
 VECTOR = 3  # kind of a target that gets the task vector itself
 NEVER = 1 << 62  # a position that no coordinate has
 INFINITE = 0x7F800000  # bits of infinity, above all others
+NO_RANKS = numpy.empty((0, 0), numpy.uint16)
+MOST = (1 << 16) - 1  # a threshold of ranks, at most
+SHORT = 256  # a row whose magnitudes are sorted rather than counted
 ALWAYS = 13  # bits of a position with which 32 bits tell most magnitudes apart
 NORMED = 4096  # coordinates whose magnitudes are added by halves: part of the definition of `arithmetic.Norm`
 WIDEST = 15  # with which they may, since magnitudes of bfloat16 have few bits
@@ -35,7 +39,7 @@ class Window(NamedTuple):
     keys: Any  # uint64 (experts, 2), mask streams of the leaf; None where nothing is random
     coef: float | None  # None: the task vector itself is written, float32
     out: Tensor  # what is merged is written here
-    room: Callable[[str, int, torch.dtype], Tensor]  # memory of a name, which it gave before: taking new costs time
+    room: "Room"  # memory of a name, which it gave before: taking new costs time
 
 
 class Merged(NamedTuple):
@@ -47,6 +51,7 @@ class Merged(NamedTuple):
     fits: bool
 
 
+Room: TypeAlias = Callable[[str, int, torch.dtype], Tensor]
 Loop: TypeAlias = Callable[[Window], Merged]
 Band: TypeAlias = tuple[tuple[int, int, int, int], tuple[int, int]]  # see `ByMagnitude`
 ALL: Band = (0, 0, INFINITE, INFINITE), (NEVER, NEVER)
@@ -101,11 +106,8 @@ class ByField(NamedTuple):
 
     def merge(self, window: Window, terms: Terms) -> Merged:
         """The merged window."""
-        kept = [1 - t / 65536 if self.divide else 1 for t in self.thresholds]
-        numbers = numpy.array(self.thresholds, numpy.int32), numpy.array(kept, numpy.float32), *terms.scales()
-        where = window.read, *place(window.start), window.size, window.keys
-        combine = terms.elect, terms.mean, numpy.float32(terms.divisor)
-        return _merged(window.loops.masked(*where, *numbers, *combine, *_written(window)))
+        kept = [1 - t / 65536 if self.divide else 1.0 for t in self.thresholds]
+        return _masked(window, terms, self.thresholds, kept, NO_RANKS)
 
     def norms(self, window: Window) -> Any:
         """Sums of magnitudes by blocks of `NORMED`: float64 (2, experts, blocks), of all, then of what stays.
@@ -118,36 +120,39 @@ class ByField(NamedTuple):
 class ByRank(NamedTuple):
     """As `ByField`, of whole rows, with a threshold for each rank of a magnitude in its row."""
 
-    by_rank: Any  # int32 (experts, length of a row)
+    by_rank: Any  # uint16 (experts, length of a row), or one row for all
+    thresholds: Sequence[int]  # of the experts: 0, or 65536 where nothing stays
     divide: bool = True
 
     def merge(self, window: Window, terms: Terms) -> Merged:
         """The merged window."""
-        rows, largest = self._vectors(window)
-        ratios, weights = terms.scales()
-        self._drop(window, rows, ratios, weights, divide=self.divide)
-        combine = weights, terms.elect, terms.mean, numpy.float32(terms.divisor)
-        done = window.loops.added(rows, window.read[:1], window.size, *combine, *_written(window))
-        return _merged((*done[:2], largest, done[3]))
+        share = 1 / 65536 if self.divide else 0.0
+        return _masked(window, terms, self.thresholds, [1.0] * len(self.thresholds), self._ranked(window), share)
 
     def norms(self, window: Window) -> Any:
         """Sums of magnitudes as of `ByField.norms`, of whole rows."""
-        rows, _ = self._vectors(window)
-        sums, ones = numpy.empty((2, len(rows), -(-window.size // NORMED))), numpy.ones(len(rows), numpy.float32)
-        window.loops.absolute_sums(rows, sums[0])
-        self._drop(window, rows, ones, ones, divide=False)
-        window.loops.absolute_sums(rows, sums[1])
-        return sums
+        return _norms(window, [ALL] * len(self.thresholds), window.keys, self.thresholds, self._ranked(window))
 
-    def _vectors(self, window: Window) -> tuple[Any, int]:
-        experts, size = len(self.by_rank), window.size
-        rows = array(window.room("vectors", experts * size, torch.float32)).reshape(experts, size)
-        return rows, window.loops.vectors(window.read, size, rows)
+    def _ranked(self, window: Window) -> Any:
+        """The threshold of each coordinate."""
+        loops, shape = window.loops, (len(self.thresholds), window.size)
+        count = math.prod(shape)
+        vectors = array(window.room("vectors", count, torch.float32)).reshape(shape)
+        out = array(window.room("ranked", count, torch.int16)).view(numpy.uint16).reshape(shape)
+        largest, sizes = loops.vectors(window.read, window.size, vectors), vectors.view(numpy.uint32)
+        parts = len(self.by_rank), -1
+        for own, by_rank, to in zip(sizes.reshape(parts), self.by_rank, out.reshape(parts), strict=True):
+            ranked(loops, own, largest, by_rank, to, window.room)
+        return out
 
-    def _drop(self, window: Window, rows: Any, ratios: Any, weights: Any, *, divide: bool) -> None:
-        order, position = ordered(window.loops, rows.reshape(-1), self.by_rank.shape[1], window.room)
-        where = rows, order.reshape(rows.shape), position, window.keys, *place(window.start)
-        window.loops.ranked(*where, self.by_rank, divide, ratios, weights)
+
+def _masked(
+    window: Window, terms: Terms, thresholds: Sequence[int], kept: Sequence[float], ranked: Any, share: float = 0.0
+) -> Merged:
+    numbers = numpy.array(thresholds, numpy.int32), numpy.array(kept, numpy.float32), ranked, numpy.float32(share)
+    where = window.read, *place(window.start), window.size, window.keys
+    combine = terms.elect, terms.mean, numpy.float32(terms.divisor)
+    return _merged(window.loops.masked(*where, *numbers, *terms.scales(), *combine, *_written(window)))
 
 
 def weighted_sum(weights: Sequence[float]) -> Loop:
@@ -158,10 +163,12 @@ def weighted_sum(weights: Sequence[float]) -> Loop:
 Mask: TypeAlias = ByMagnitude | ByField | ByRank
 
 
-def _norms(window: Window, bands: Sequence[Band], keys: Any, thresholds: Sequence[int]) -> Any:
+def _norms(
+    window: Window, bands: Sequence[Band], keys: Any, thresholds: Sequence[int], ranked: Any = NO_RANKS
+) -> Any:
     sums = numpy.empty((2, len(bands), -(-window.size // NORMED)))
     limits, cutoffs = _limits(bands), numpy.array(thresholds, numpy.int32)
-    window.loops.norms(window.read, window.start, window.size, *limits, keys, cutoffs, sums)
+    window.loops.norms(window.read, window.start, window.size, *limits, keys, cutoffs, ranked, sums)
     return sums
 
 
@@ -209,33 +216,35 @@ def _limits(bands: Sequence[Band]) -> tuple[Any, Any]:
     return numpy.array(limits, numpy.uint32).reshape(-1, 4), numpy.array(splits, numpy.int64).reshape(-1, 2)
 
 
-def drop_by_rank(loops: ModuleType, delta: Any, fields: Any, by_rank: Any, out: Any) -> None:
-    """Rows of ``delta`` divided by the keep probabilities of their ranks, 0 where the field is below the threshold.
+def ranked(loops: ModuleType, sizes: Any, largest: int, by_rank: Any, out: Any, room: Room | None = None) -> None:
+    """The number of its rank for each coordinate: of its magnitude in its row, equal ones by position.
 
-    Args: delta, out: float32, memory of their own; fields: int16, less 32768; by_rank: int32, one a coordinate of a
-        row.
+    Args: sizes: uint32, bits of float32 whose sign does not matter, whole rows; largest: of the magnitudes; by_rank:
+        uint16, one a coordinate of a row; out: uint16; room: as of `Window`.
     """
-    order, position = ordered(loops, delta, len(by_rank), _room)
-    loops.dropped_by_rank(delta, order, position, fields, by_rank, out)
+    length = len(by_rank)
+    like = numpy.empty(0, numpy.uint16 if length <= MOST else numpy.uint32)
+    if length < SHORT or not loops.ranked_by_counts(sizes, numpy.uint32(largest), by_rank, like, out):
+        loops.ranked_in_order(*ordered(loops, sizes, length, room or _room), by_rank, out)
 
 
-def ordered(loops: ModuleType, delta: Any, length: int, room: Callable[[str, int, torch.dtype], Tensor]) -> Any:
+def ordered(loops: ModuleType, sizes: Any, length: int, room: Room) -> Any:
     """Numbers for the coordinates in the order of their magnitudes in each row, and the bits of them that tell places.
 
     NumPy sorts by the vector units of the processor, and 32 bits in half of the time that 64 take.
 
-    Args: delta: float32, whole rows of that length; room: as of `Window`.
+    Args: sizes, room: as `ranked`'s.
     """
     bits = (length - 1).bit_length()
     if bits <= WIDEST:
-        order = array(room("order", len(delta), torch.int32)).view(numpy.uint32)
-        cut = loops.packed(delta, length, bits, order)
-        if bits <= ALWAYS or 8 * cut <= len(delta):
+        order = array(room("order", len(sizes), torch.int32)).view(numpy.uint32)
+        cut = loops.packed(sizes, length, bits, order)
+        if bits <= ALWAYS or 8 * cut <= len(sizes):
             order.reshape(-1, length).sort(axis=-1)
-            if loops.mended(delta, length, bits, order):
+            if loops.mended(sizes, length, bits, order):
                 return order, numpy.uint32((1 << bits) - 1)
-    order = array(room("long order", len(delta), torch.int64))
-    loops.items(delta, length, order)
+    order = array(room("long order", len(sizes), torch.int64))
+    loops.items(sizes, length, order)
     order.reshape(-1, length).sort(axis=-1)
     return order, numpy.uint64((1 << 32) - 1)
 

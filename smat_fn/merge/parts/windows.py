@@ -20,7 +20,7 @@ from .looped import NORMED, Window, sources
 T = TypeVar("T")
 AHEAD = 2  # tasks per thread that wait in line
 SPAN = 1 << 18  # coordinates of a leaf at a time, at most: more would only leave the processor's cache
-ROWS = 1 << 15  # the same where a loop sorts rows
+ROWS = 1 << 15  # the same where a loop ranks rows
 
 
 class NotFinite(ArithmeticError):
