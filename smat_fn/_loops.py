@@ -446,12 +446,14 @@ def ranked_by_counts(sizes, largest, by_rank, like, out):  # type: ignore[no-unt
     length, words = len(by_rank), like.itemsize
     sums, rest = np.empty((MAGNITUDES, words), np.uint64), np.empty((2, length), np.uint64)
     order = np.full((ROWS, length), -1, np.int32)
-    counts, floor = sums.view(like.dtype).reshape(-1), int64(largest >> uint32(16)) - int64(MAGNITUDES - 1)
+    counts = sums.view(like.dtype).reshape(-1)
+    upper = int64(largest >> uint32(16)) - int64(MAGNITUDES - 1)
+    floor = uint32(upper << int64(16)) if upper > 0 else uint32(0)
     for first in range(0, len(sizes), ROWS * length):
         keys, some = out[first : first + ROWS * length].reshape(-1, length), sizes[first : first + ROWS * length]
         rows, odd, count = uint64(len(keys)), 0, uint64(0)
         for row in range(rows):
-            odd += _keys(some[row * length :], row, uint32(max(floor, 0) << 16), keys[row])
+            odd += _keys(some[row * length :], row, floor, keys[row])
         if ROWS * odd > len(some):
             return False
         sums[:] = uint64(0)
@@ -994,9 +996,9 @@ def vectors(sources, size, out):  # type: ignore[no-untyped-def]
 
 
 @jit
-def masked(
+def masked(  # type: ignore[no-untyped-def]
     sources, block, skip, size, keys, cutoffs, kept, ranked, share, ratios, weights, elect, mean, divisor, coef, target
-):  # type: ignore[no-untyped-def]
+):
     """Merges task vectors whose mask streams drop coordinates, the others divided by ``kept``: DARE, DELLA.
 
     Args: block, skip: the place of the window in the streams; keys: (experts, 2); cutoffs, kept: int32 and float32, one

@@ -88,9 +88,8 @@ def _masked(delta: Tensor, fields: Tensor, by_rank: Tensor) -> Tensor:
     loops = loops_for(delta, fields, by_rank) if delta.dtype == torch.float32 and delta.numel() else None
     if loops is not None and by_rank[0] <= looped.MOST:
         cutoffs = numpy.empty(len(delta), numpy.uint16)
-        largest = looped.bits_of(delta.abs().max())
-        sizes = array(delta).view(numpy.uint32)
-        looped.ranked(loops, sizes, largest, array(by_rank).astype(numpy.uint16), cutoffs)
+        sizes = array(delta.abs()).view(numpy.uint32)
+        looped.ranked(loops, sizes, int(sizes.max()), array(by_rank).astype(numpy.uint16), cutoffs)
         drop = torch.from_numpy(cutoffs).to(torch.int32)
     else:
         order = ascending(delta.view(-1, len(by_rank)).abs())

@@ -163,9 +163,7 @@ def weighted_sum(weights: Sequence[float]) -> Loop:
 Mask: TypeAlias = ByMagnitude | ByField | ByRank
 
 
-def _norms(
-    window: Window, bands: Sequence[Band], keys: Any, thresholds: Sequence[int], ranked: Any = NO_RANKS
-) -> Any:
+def _norms(window: Window, bands: Sequence[Band], keys: Any, thresholds: Sequence[int], ranked: Any = NO_RANKS) -> Any:
     sums = numpy.empty((2, len(bands), -(-window.size // NORMED)))
     limits, cutoffs = _limits(bands), numpy.array(thresholds, numpy.int32)
     window.loops.norms(window.read, window.start, window.size, *limits, keys, cutoffs, ranked, sums)
