@@ -178,6 +178,25 @@ def test_what_the_readme_says_of_one_pass_is_in_the_results():
     assert steps["FT"]["training"]["steps"] == 2 * steps["SMAT"]["training"]["steps"]
 
 
+def test_what_the_pages_say_of_adapters_is_in_the_results():
+    found = readme.stored("digits_lora")
+    own, page = found["paired"], " ".join(STUDIES.split())
+    smat, half = own["SMAT"], own["ASAM, half the steps"]
+    assert f"no method is above FT after correction: SMAT by {smat['mean']:.1f} points, not significantly" in " ".join(
+        README.split()
+    )
+    assert readme.corrected(found).endswith("none is significant.")
+    assert smat["interval"][0] < 0 < half["interval"][0]
+    of_factors = readme.paired(found["test"]["SMAT at the factors"]["All"], found["test"]["SMAT"]["All"])
+    assert f"it is {smat['mean']:.2f} above FT, and {of_factors['mean']:.2f} above SMAT at the factors" in page
+    assert f"({span(of_factors)}): neither is significant" in page
+    assert f"with as many passes as FT: {half['mean']:.2f} above it" in page
+    expert, drop = (
+        fmean(found["test"]["FT"][name]) - fmean(found["test"]["SMAT"][name]) for name in ("Expert", "Drop")
+    )
+    assert f"weaker** than FT's by {expert:.1f} points, and lose {drop:.1f} points less" in page
+
+
 def test_what_the_pages_say_of_the_whole_vit_is_in_the_results():
     result = readme.stored("vit_onepass")
     test, gain = result["test"], {label: found["mean"] for label, found in result["paired"].items()}
