@@ -418,8 +418,8 @@ class Trace(BaseSuite):
             "engine": engine_name(self._engine),
             "transformers": metadata.version("transformers"),
         }
-        if self.untrained:
-            facts["frozen"] = fingerprint(self.untrained)
+        if held := frozen(self._lm.module):
+            facts["frozen"] = fingerprint(held)
         if not (place := getattr(self._engine, "__module__", "")).startswith("smat_fn."):  # its name alone stays, too
             facts["engine source"] = _source(place)
         metric = self._metric(task)
