@@ -118,7 +118,11 @@ def _measured(suite: Suite, training: Training, run: RunOptions, fingerprint: st
     chosen: list[tuple[bool, bool, str, float, Path]] = []
     others = []
     for folder in sorted(parent.glob("*/")):
-        manifests = {task: manifest_of(folder / task) for task in suite.tasks}
+        try:
+            manifests = {task: manifest_of(folder / task) for task in suite.tasks}
+        except ValueError:  # damaged, or of another program: not this run's error
+            others.append(f"{folder.name} has a manifest that cannot be read")
+            continue
         if "ft" not in (found.get("method") for found in manifests.values()):
             continue
         if reason := _differs(manifests, fingerprint, own, adapters):

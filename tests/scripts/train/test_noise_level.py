@@ -64,7 +64,15 @@ def test_a_signal_ends_the_estimate_at_once(train, tmp_path, monkeypatch):
     monkeypatch.setattr(noise_level, "train_expert", lambda *a, **options: signal.raise_signal(signal.SIGTERM))
     told = r"^stopped by signal 15 before the first step: rerun the command$"
     with pytest.raises(Interrupted, match=told), on_signals() as stop:
-        train(tmp_path, method=SMAT, tasks=("rot90",), stop=stop)
+        train(tmp_path / "smat", method=SMAT, tasks=("rot90",), stop=stop)
+
+
+def test_a_run_beside_it_with_a_damaged_manifest_is_no_error(train, tmp_path):
+    (tmp_path / "damaged/rot90").mkdir(parents=True)
+    (tmp_path / "damaged/rot90/manifest.json").write_text('{"kind": "expert", "suite": 3}')
+    told = []
+    train(tmp_path / "smat", method=SMAT, tasks=("rot90", "mirror"), report=told.append)
+    assert "holds no matching run of ft (damaged has a manifest that cannot be read); estimating it" in told[0]
 
 
 def test_sigma_is_estimated_where_there_is_no_run_of_ft(suite, train, tmp_path):
