@@ -35,7 +35,10 @@ TOGETHER = (  # tests of one worker: the first share a stand-in, the second comp
     ("tests/examples/",),
     ("tests/folders/test_bits", "tests/folders/test_loops", "tests/merge/test_loops"),
 )
-ALLOWED_SKIPS = ("no GPU", "no Chromium", "no ../shared", "mergekit is not installed", "TRL is not installed", "slow")
+ALLOWED_SKIPS = (
+    "no GPU", "no Chromium", "no ../shared", "mergekit is not installed", "TRL is not installed",
+    "vllm is not installed", "slow",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="session", autouse=True)
