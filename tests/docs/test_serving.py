@@ -93,7 +93,7 @@ class Answers(NamedTuple):
 
 
 class StandIn:
-    """What examples/vllm_engine.py uses of ``vllm.LLM``, by transformers: greedy answers of a folder."""
+    """A stand-in for ``vllm.LLM`` in examples/vllm_engine.py: greedy answers of a folder, by transformers."""
 
     def __init__(self, folder, *, dtype, **options):
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
