@@ -8,7 +8,7 @@ of no stage, whose results stay in FOLDER.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -22,7 +22,7 @@ from smat_fn.suites.sources import absolute
 from . import timing
 from .digits_mergers import MERGERS
 from .methods import Candidate, Options, Protocol, Stage, replaced, say
-from .study import asked
+from .study import asked, first_rows
 from .study.grids import Axis, Grid, Widening, widening
 from .study.trial import time_kinds
 
@@ -46,7 +46,8 @@ class Backbone(NamedTuple):
     others: bool = False  # evaluation scores every merger that needs no data
     mergers: tuple[str, ...] = ()  # some of the names; none: all
     tf32: bool = False  # on a GPU, matrix products of float32 round their inputs
-    asks: bool = False  # the data are labelled texts, whose classes a language model is asked for
+    rows: Callable[[str, Path], Path] | None = None  # writes the rows from the data; none: the data are the rows
+    without: tuple[str, ...] = ()  # methods that are left out
 
 
 PAPERS = "wa", "ta", "ties", "dare", "della"
@@ -120,26 +121,39 @@ BACKBONES = {
         candidates=3,
         tuned_on=(("tasks", ("trec", "banking77")),),
         mergers=("wa", "ta", "ties", "tsv_merge", "wudi"),
-        asks=True,
+        rows=asked.write_rows,
     ),
     "smollm2": Backbone(
         "llama-3.2-1b",
-        Training(steps=200, lr=4e-5, optimizer="adamw", schedule="cosine", weight_decay=1e-3, max_grad_norm=1.0),
-        lr=4e-5,
+        Training(
+            steps=150,
+            lr=1e-4,
+            optimizer="adamw",
+            schedule="cosine",
+            weight_decay=1e-3,
+            max_grad_norm=1.0,
+            precision="mixed",
+        ),
+        lr=1e-4,
         sigma=2e-3,
         tuning=(171,),
         evaluation=(181, 182, 183),
         options=(
             ("dtype", "bfloat16"),
-            ("max_length", 512),
+            ("max_length", 384),
+            ("truncate", "prompt-middle"),
+            ("mask_prompt", True),
             ("batch_size", 8),
             ("max_new_tokens", 32),
+            ("repeats", 1),
             ("decode_batch", 200),
         ),
         coefs=(0.3, 0.6, 1.0),
         candidates=3,
         tuned_on=(("tasks", ("C-STANCE", "FOMC")),),
         mergers=PAPERS,
+        rows=first_rows.write_rows,
+        without=("MSAM",),
     ),
 }
 Name = Literal["vit", "vit_blocks", "text", "smollm2_text", "smollm2"]
@@ -203,6 +217,7 @@ def _rates(own: Backbone) -> dict[str, Grid]:
     return {
         label: Grid(method, training, Axis("lr", _about(own.lr)), Axis("steps", (training.steps,)))
         for label, (method, training) in methods.items()
+        if label not in own.without
     }
 
 
@@ -239,8 +254,8 @@ def main(
         tasks: a trial run: some of the tasks.
     """
     tried = {key: value for key, value in {"rows": rows, "tasks": tasks}.items() if value}
-    if BACKBONES[name].asks:
-        data = str(asked.write_rows(data, folder / "rows"))
+    if (write_rows := BACKBONES[name].rows) is not None:
+        data = str(write_rows(data, folder / "rows"))
     if BACKBONES[name].tf32 and torch.cuda.is_available():
         torch.set_float32_matmul_precision("high")
         os.environ["TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"] = "1"  # of the processes of the trials

@@ -100,6 +100,9 @@ def run_trials(
         return
     failed = []
     with _pool(jobs) as pool:
+        if pool is not None:
+            for _ in range(jobs):  # all processes start now, beside the first suites
+                pool.submit(_import)
         firsts = {json.dumps([trial.facts()["suite"], trial.seed]): (trial,) for trial in reversed(left)}
         report(f"{len(done)} of {len(trials)} trials stand; bases of {len(firsts)} seeds: pretrained unless cached")
         for _, run in _each(pool, _prepare, list(reversed(firsts.values()))):
@@ -145,6 +148,8 @@ def _train_and_merge(trial: Trial, folder: Path) -> Outcome:
     before = time.process_time()
     experts = train_run(suite, trial.method, trial.training, run)
     used = time.process_time() - before
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # other processes share the GPU
     peak = memory.process_peak() if measured else None
     inputs, out, coefs = find_inputs(folder), folder / "merged", trial.coefs
     merged = merge_run(trial.merging(), *inputs, out=out, search=True, coefs=coefs, widen=trial.widen, seed=0)
@@ -179,6 +184,12 @@ def _complete(found: Mapping[str, Any], test: bool) -> bool:
 
 def _has_weights(folder: Path) -> bool:
     return all((path / checkpoint.WEIGHTS).exists() for path in find_checkpoints([folder]))
+
+
+def _import() -> None:
+    import smat_fn.scripts.merge.merging
+    import smat_fn.scripts.train.training
+    import smat_fn.suites.trace  # noqa: F401
 
 
 def _prepare(trial: Trial) -> None:

@@ -67,7 +67,14 @@ class TraceOptions(SuiteOptions):
 
     LOCAL = ("device", "device_map", "decode_batch", "engine", "only")
     UNSAID = ("columns", "chat")
-    LOWEST: ClassVar = {"max_length": 2, "batch_size": 1, "max_new_tokens": 1, "rows": 1, "train_layers": 1}
+    LOWEST: ClassVar = {
+        "max_length": 2,
+        "batch_size": 1,
+        "max_new_tokens": 1,
+        "repeats": 1,
+        "rows": 1,
+        "train_layers": 1,
+    }
 
     model: str
     """A folder, or a repository on the hub, perhaps with its @revision."""
@@ -97,6 +104,8 @@ class TraceOptions(SuiteOptions):
     """Parameters that are trained: attention, or patterns of names, separated by commas (default: all)."""
     max_new_tokens: int | None = None
     """Maximum number of tokens of an answer, not above that of the task (default: the task's, 100 for other tasks)."""
+    repeats: int | None = None
+    """Number of decodes of tasks whose answers are sampled, which a score is the mean of (default: the task's, 3)."""
     only: tuple[str, ...] | None = None
     """Tasks whose rows are read and checked (train.py: those of --tasks; default: all)."""
     rows: int | None = None
@@ -382,12 +391,12 @@ class Trace(BaseSuite):
             raise
         except Exception as error:
             told = f"{type(error).__name__}: {error}"
-            raise ValueError(f"metric {self.options.metric!r} failed with {told}") from error
+            raise ValueError(f"metric {self._metric_name(task)!r} failed with {told}") from error
         try:
             return float(value)
         except (TypeError, ValueError):
             kind = type(value).__name__
-            raise ValueError(f"metric {self.options.metric!r} returned a {kind}, must return a number") from None
+            raise ValueError(f"metric {self._metric_name(task)!r} returned a {kind}, must return a number") from None
 
     def cuts(self, task: str) -> text.Cut:
         self.check(task)
@@ -435,6 +444,10 @@ class Trace(BaseSuite):
 
     def _metric(self, task: str) -> TextMetric:
         return TRACE_METRICS.get(task) or metric_of(self.options.metric)
+
+    def _metric_name(self, task: str) -> str:
+        """The name of the metric of a task, for errors: of the paper's seven that of its function."""
+        return TRACE_METRICS[task].__name__ if task in TRACE_METRICS else self.options.metric
 
     def _some(self, task: str, split: str, rows: Sequence[int]) -> Batch:
         examples = self._examples(task, split)
@@ -533,7 +546,10 @@ def settings_of(task: str, options: TraceOptions) -> Decoding:
     if task not in decoding.TRACE:
         return Decoding(options.max_new_tokens or 100)
     given = decoding.TRACE[task]
-    return given._replace(max_new_tokens=min(given.max_new_tokens, options.max_new_tokens or given.max_new_tokens))
+    return given._replace(
+        max_new_tokens=min(given.max_new_tokens, options.max_new_tokens or given.max_new_tokens),
+        repeats=(options.repeats or given.repeats) if given.temperature else 1,
+    )
 
 
 def _conversations(options: TraceOptions, task: str, split: str) -> tuple[Conversation, ...]:

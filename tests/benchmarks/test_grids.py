@@ -8,7 +8,7 @@ import torch
 
 from benchmarks import digits_lora, digits_onepass, methods, studies
 from benchmarks.methods import Candidate
-from benchmarks.study import asked, grids
+from benchmarks.study import asked, first_rows, grids
 from benchmarks.study.grids import Axis, Grid
 from smat_fn.config import DIGITS, Training
 from smat_fn.evaluate import Result
@@ -165,6 +165,16 @@ def test_labelled_texts_are_asked_for_their_class(tmp_path, monkeypatch):
     assert found["codes", "train"] == found["codes", "eval"] == codes * 2
     assert found["codes", "dev"] == (codes * 2)[:3]
     assert found["names", "train"] == names * 2
+
+
+def test_a_study_may_score_the_first_rows_alone(tmp_path):
+    (tmp_path / "given/task").mkdir(parents=True)
+    long, short = {"prompt": "x" * 2001, "answer": "é"}, {"prompt": "x" * 2000, "answer": "é"}
+    for split in ("train", "dev", "eval"):
+        (tmp_path / f"given/task/{split}.json").write_text(json.dumps([long, *[short] * 201]))
+    made = first_rows.write_rows(str(tmp_path / "given"), tmp_path / "made") / "task"
+    found = {split: json.loads((made / f"{split}.json").read_text()) for split in ("train", "dev", "eval")}
+    assert found == {"train": [long, *[short] * 201], "dev": [short] * 100, "eval": [short] * 200}
 
 
 def test_a_forecast_multiplies_the_seconds_of_a_trial(monkeypatch):

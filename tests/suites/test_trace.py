@@ -229,7 +229,7 @@ def test_without_a_loss_on_prompts_they_are_decoded_with_their_line_end(load, fo
     assert masked.content("FOMC", "dev") != load(engine=engine).content("FOMC", "dev")
 
 
-def test_a_score_is_the_metric_of_the_decodes_and_of_sampled_ones_their_mean(suite, folders, lm):
+def test_a_score_is_the_metric_of_the_decodes_and_of_sampled_ones_their_mean(load, suite, folders, lm):
     params = {
         name: leaf + 0.3 * torch.randn(leaf.shape, generator=torch.Generator().manual_seed(1))
         for name, leaf in suite.base.items()
@@ -244,6 +244,8 @@ def test_a_score_is_the_metric_of_the_decodes_and_of_sampled_ones_their_mean(sui
         assert [suite.score_once(params, task, split, r) for r in range(settings.repeats)] == scores
     assert texts[0] != texts[1] != texts[2]
     assert suite.repeats == {"MeetingBank": 3}
+    assert load(repeats=2).repeats == {"MeetingBank": 2}
+    assert load(repeats=1).repeats == {}
 
 
 def test_scoring_leaves_the_model_as_it_was(suite):
@@ -631,6 +633,15 @@ def test_a_metric_or_engine_of_other_arguments_is_refused_and_one_that_fails_nam
     fails = load(data=str(tmp_path / "rows"), metric="odd_metric:fails")
     with pytest.raises(ValueError, match="metric 'odd_metric:fails' failed with KeyError: 'x'"):
         fails.score(fails.base, "mine", "dev")
+
+    def broken(texts, answers, prompts):
+        raise KeyError("y")
+
+    papers = load()
+    with monkeypatch.context() as patch:
+        patch.setattr(trace, "TRACE_METRICS", {"FOMC": broken})
+        with pytest.raises(ValueError, match="metric 'broken' failed with KeyError: 'y'"):  # not the option's
+            papers.score(papers.base, "FOMC", "dev")
     with pytest.raises(ValueError, match=r"engine 'odd_metric:two' does not take \(model, tokenizer, params, \*"):
         load(data=str(tmp_path / "rows"), engine="odd_metric:two")
     with pytest.raises(ValueError, match="engine '3' cannot be imported"):
