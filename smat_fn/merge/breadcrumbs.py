@@ -85,6 +85,7 @@ class Breadcrumbs(Sparse):
     """Model Breadcrumbs: drop the smallest and the largest changes of every parameter, then task arithmetic."""
 
     name = "breadcrumbs"
+    same_on_gpu = True
     semantics: ClassVar = {
         "mergekit": {"count": "kept"},
         "original": "the authors' code drops from every row by itself, not from the whole parameter",

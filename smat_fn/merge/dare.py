@@ -96,6 +96,7 @@ class Dare(Sparse):
     """DARE: drop and rescale at random, then task arithmetic."""
 
     name = "dare"
+    same_on_gpu = True
     random = True
     semantics: ClassVar = {"mergekit": L1_NORMS}
     coef: float | None = None

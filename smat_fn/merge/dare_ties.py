@@ -56,6 +56,7 @@ class DareTies(Sparse):
     """DARE-TIES: DARE with the sign election of TIES."""
 
     name = "dare_ties"
+    same_on_gpu = True
     random = True
     semantics: ClassVar = {"mergekit": L1_NORMS}
     drop_prob: float

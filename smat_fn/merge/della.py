@@ -151,6 +151,7 @@ class Della(Sparse):
     """DELLA: drop at random by rank of magnitude, elect signs, average the changes that agree."""
 
     name = "della"
+    same_on_gpu = True
     random = True
     semantics: ClassVar = {"mergekit": L1_NORMS}
     coef: float | None = None

@@ -40,6 +40,7 @@ class MagMax(Merger):
     """MagMax: in each coordinate, the experts' change of largest magnitude."""
 
     name = "magmax"
+    same_on_gpu = True
     semantics: ClassVar = {"mergekit": UNKNOWN}
     coef: float | None = None
     """gamma, the factor of the merged update. Presets have none: set it, or choose it on dev with --search."""

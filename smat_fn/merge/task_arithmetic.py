@@ -38,6 +38,7 @@ class TaskArithmetic(Weighted):
     """TA: base + coef * sum of the task vectors."""
 
     name = "ta"
+    same_on_gpu = True
     coef: float | None = None
     """gamma, the factor of the merged update. Presets have none: set it, or choose it on dev with --search."""
     aggregate: Aggregate = field(default="sum", kw_only=True)

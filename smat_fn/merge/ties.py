@@ -243,6 +243,7 @@ class Ties(Sparse):
     """TIES: trim small changes, elect signs, add the changes that agree."""
 
     name = "ties"
+    same_on_gpu = True
     semantics: ClassVar = {
         "mergekit": {"aggregate": "mean", "scope": "tensor"},
         "original": {"aggregate": "mean", "scope": "global"},

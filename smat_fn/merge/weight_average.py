@@ -35,6 +35,7 @@ class WeightAverage(Merger):
     """WA: the mean of the experts."""
 
     name = "wa"
+    same_on_gpu = True
     function = staticmethod(weight_average)
     based = False
 

@@ -333,6 +333,12 @@ def test_no_operation_lacks_a_deterministic_form_on_cuda_and_few_mergers_have_ot
     same(merged, plain(run))
 
 
+def test_no_merger_of_a_device_is_searched_on_a_gpu():
+    classes = {own.__module__.rpartition(".")[2]: own for own in (*merge.MERGERS, *merge.MORE_MERGERS)}
+    assert not [module for module, runs in RUNS.items() if classes[module].same_on_gpu and OF_A_DEVICE & {*runs}]
+    assert all(own.same_on_gpu for own in merge.MERGERS)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @every_run

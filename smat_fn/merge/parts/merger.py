@@ -134,6 +134,7 @@ class Merger:
     random: ClassVar[bool] = False  # ``function`` takes a key first
     grams: ClassVar[bool] = False  # `rule` reads the inner products of every leaf, `Mapped.gram`
     uneven: ClassVar[bool] = False  # `rule` accepts a leaf that only some of the experts have
+    same_on_gpu: ClassVar[bool] = False  # the bits of the CPU: a search on dev merges on the GPU that scores
     grid: ClassVar[tuple[float, ...]] = COEFS  # coefficients that a search tries, unless it is given others
     semantics: ClassVar[
         Mapping[str, Mapping[str, Any] | str]

@@ -6,6 +6,7 @@ from statistics import fmean
 from time import perf_counter
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
+import torch
 from torch import Tensor
 
 from ... import checkpoint, merge, tree
@@ -74,11 +75,14 @@ class Models:
     """Merged models of candidates, one at a time: the next one is written over the last one.
 
     The merged task vector is made again only where another option than coef changes; a step of coef is one pass over
-    the weights. Random masks come from `mask_key`.
+    the weights. Random masks come from `mask_key`. With a device all of it is done there, on copies of the inputs.
     """
 
-    def __init__(self, inputs: Inputs, seed: int) -> None:
-        self.inputs, self.tasks = inputs, list(inputs.experts)
+    def __init__(self, inputs: Inputs, seed: int, device: torch.device | None = None) -> None:
+        if device is not None:
+            there = {name: _moved(own, device) for name, own in inputs.experts.items()}
+            inputs = inputs._replace(base=_moved(inputs.base, device), experts=there)
+        self.inputs, self.tasks, self._device = inputs, list(inputs.experts), device
         self.seconds = 0.0  # of merging
         self._seed, self._key = seed, mask_key(seed)
         self._made: tuple[MergerConfig, Mapping[str, Tensor]] | None = None
@@ -131,6 +135,32 @@ class Models:
         self.seconds += perf_counter() - started
         return self._buffer
 
+    def home(self, params: Params) -> Params:
+        """Merged parameters where the inputs came from, on the CPU."""
+        return params if self._device is None else _moved(tree.flatten(params), torch.device("cpu"))
+
+
+def _moved(leaves: Leaves, device: torch.device) -> dict[str, Tensor]:
+    return {path: leaf.to(device) for path, leaf in leaves.items()}
+
+
+def _place(config: MergerConfig, inputs: Inputs, scorer: Scorer | None) -> torch.device | None:
+    """The GPU that scores, if merging there is bit-identical and the trees fit; None: the CPU."""
+    if scorer is None or not config.same_on_gpu:
+        return None
+    places = {leaf.device for leaf in tree.flatten(scorer.suite.base).values()}
+    if len(places) > 1 or any(place.type == "cpu" for place in places):
+        return None
+    (place,) = places
+    size = sum(leaf.nbytes for leaf in inputs.base.values())
+    # the trees, the vector, which of a narrower model is float32, what it is made of, and as much for scoring
+    return place if 2 * (len(inputs.experts) + 4) * size < _free(place) else None
+
+
+def _free(device: torch.device) -> int:
+    """Bytes of a GPU that no process holds."""
+    return int(torch.cuda.mem_get_info(device)[0])
+
 
 def is_open(config: MergerConfig) -> bool:
     """Whether the merger's coefficient is left to a search."""
@@ -173,18 +203,18 @@ def merge_one(
         assert scorer is not None
         calibrated = calibrate(config, inputs, scorer, coef=calibration, seed=seed)
         config = calibrated.config
-    models, fixed = Models(inputs, seed), not is_open(config)
+    models, fixed = Models(inputs, seed, _place(config, inputs, scorer)), not is_open(config)
     if scorer is None:
         assert fixed, "merge_run checks this"
         return Merged(models(config), getattr(config, "coef", None), {}, ())
     if fixed:
         found, tried = _rank([config], models, scorer)
         coef = getattr(config, "coef", None)
-        return Merged(models(config), coef, found.scores, (), (), tried, calibrated)
+        return Merged(models.home(models(config)), coef, found.scores, (), (), tried, calibrated)
     found, tried, edge = _search(config, sorted(coefs or config.grid), models, scorer, widen=widen)
     finals = _curve(found.finals, "coef") if scorer.suite.repeats else ()
     curve, coef = _curve(found.curve, "coef"), getattr(found.best, "coef", None)
-    made = Merged(models(found.best), coef, found.scores, curve, finals, tried, calibrated, edge=edge)
+    made = Merged(models.home(models(found.best)), coef, found.scores, curve, finals, tried, calibrated, edge=edge)
     if not sweeps or coef is None:
         return made
     return _by_layer(made, found.best, models, scorer, [c for c, _ in curve], sweeps)
@@ -218,7 +248,7 @@ def _by_layer(
     cost = Tried(len(layers.curve) + 1, int(scores), int(kept), 0.0, seconds, saved)
     assert made.tried is not None
     dev = seen[str(layers.coefs)]
-    return made._replace(params=build(layers.coefs), dev=dev, layers=layers, tried=total(made.tried, cost))
+    return made._replace(params=models.home(build(layers.coefs)), dev=dev, layers=layers, tried=total(made.tried, cost))
 
 
 def with_buffers(inputs: Inputs) -> tuple[dict[str, dict[str, Tensor]], str]:
@@ -282,7 +312,7 @@ def calibrate(config: MergerConfig, inputs: Inputs, scorer: Scorer, *, coef: flo
     Sampled answers are decoded as in `merge_one`.
     """
     field, candidates = sparsities(config, coef)
-    found, tried = _rank(candidates, Models(inputs, seed), scorer)
+    found, tried = _rank(candidates, Models(inputs, seed, _place(config, inputs, scorer)), scorer)
     best = _with(config, **{field: getattr(found.best, field)})
     return Calibration(best, field, coef, _curve(found.curve, field), tried)
 

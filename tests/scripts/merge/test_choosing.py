@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smat_fn import checkpoint, merge, random
-from smat_fn.config import DIGITS, Dare, TaskArithmetic, Ties, WeightAverage
+from smat_fn.config import DIGITS, Dare, Della, TaskArithmetic, Ties, TsvMerge, WeightAverage
 from smat_fn.evaluate import Scorer
 from smat_fn.merge.parts import chunks
 from smat_fn.scripts.merge import choosing
@@ -63,6 +63,38 @@ def test_an_average_in_memory_has_the_counts_of_base_where_the_experts_differ(in
     inputs.experts["mirror"]["steps"] = torch.tensor(6.0)
     with pytest.raises(ValueError, match="parameter 'steps' is float32"):
         merge_one(WeightAverage(), inputs, seed=0)
+
+
+def test_a_search_merges_on_the_gpu_that_scores_where_bits_are_the_same_and_memory_is_enough(inputs, monkeypatch):
+    free = {"meta": 0}
+    monkeypatch.setattr(choosing, "_free", lambda device: free[device.type])
+    on = {name: {"w": torch.empty(2, device=name)} for name in ("meta", "cpu")}
+    scorers = {name: SimpleNamespace(suite=SimpleNamespace(base=base)) for name, base in on.items()}
+    scorers["both"] = SimpleNamespace(suite=SimpleNamespace(base={"a": on["meta"]["w"], "b": on["cpu"]["w"]}))
+    assert choosing._place(TIES, inputs, scorers["meta"]) is None
+    free["meta"] = 2 * (2 + 4) * (30 * 50 * 4 + 7 * 2) + 1  # two experts
+    assert choosing._place(TIES, inputs, scorers["meta"]) == torch.device("meta")
+    assert choosing._place(TsvMerge(), inputs, scorers["meta"]) is None
+    assert [choosing._place(TIES, inputs, one) for one in (scorers["cpu"], scorers["both"], None)] == [None] * 3
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+        ),
+    ],
+)
+def test_a_merge_on_a_device_has_the_bits_of_one_on_the_cpu_and_comes_home(inputs, device):
+    here, there = Models(inputs, 3), Models(inputs, 3, torch.device(device))
+    for config in (WeightAverage(), TaskArithmetic(0.2), replace(TIES, coef=1.0), Dare(0.7, 0.5), Della(0.7, 0.5, 0.2)):
+        found = there(config)
+        assert {leaf.device.type for leaf in found.values()} == {device}
+        home = there.home(found)
+        assert list(home) == list(inputs.base)
+        assert all(torch.equal(leaf, here(config)[path]) for path, leaf in home.items())
 
 
 def test_every_candidate_stands_in_the_same_buffer_with_the_mergers_own_bits(inputs):
