@@ -35,8 +35,8 @@ from .shapes import llama
 
 ROOT = Path(__file__).parent.parent
 LARGE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "vocab_size": 32000}
-# its embedding has more weights than are sorted, so that the loops that count are compiled too
-SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 1000}
+# its embedding has more weights than are sorted, its rows are longer too, so that the loops that count are compiled
+SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1000}
 LONG = 10.0  # seconds
 DELTA = 1e-3  # RMS of the experts' changes; the weights' is 0.02
 
