@@ -64,6 +64,7 @@ def in_batches(
     repeat: int = 0,
     lengths: Sequence[int],
     batch_size: int,
+    tokens: int | None = None,
     known: Mapping[int, str] = MappingProxyType({}),
     on_batch: Batch | None = None,
 ) -> list[str]:
@@ -71,15 +72,18 @@ def in_batches(
 
     Batches do not depend on what is known: a resumed run is bit-identical to an uninterrupted one.
 
-    Args: lengths: of the prompts, in any unit; known: answers by row; on_batch: gets the new answers of each batch.
+    Args: lengths: of the prompts, in any unit without ``tokens``; tokens: of a batch at most, its prompts filled up to
+        the longest and as many new ones as there may be (one row may have more); known: answers by row; on_batch: gets
+        the new answers of each batch.
     Raises: ValueError for a batch size below 1, and for an engine that gives other than one text a prompt.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}, must be at least 1")
-    order = sorted(range(len(prompts)), key=lambda i: -lengths[i])
+    order, first = sorted(range(len(prompts)), key=lambda i: -lengths[i]), 0
     texts = dict(known)
-    for first in range(0, len(order), batch_size):
-        rows = order[first : first + batch_size]
+    while first < len(order):
+        most = batch_size if tokens is None else tokens // (lengths[order[first]] + settings.max_new_tokens)
+        rows = order[first : first + max(1, min(batch_size, most))]
         new: dict[int, str] = {}
         if not all(row in known for row in rows):
             found = generate([prompts[row] for row in rows], settings, seed, repeat=repeat, rows=rows)
@@ -89,8 +93,9 @@ def in_batches(
                 )
             new = dict(zip(rows, found, strict=True))
             texts.update(new)
+        first += len(rows)
         if on_batch:
-            on_batch(new, first + len(rows), len(order))
+            on_batch(new, first, len(order))
     return [texts[row] for row in range(len(prompts))]
 
 

@@ -59,6 +59,8 @@ TASKS = tuple(TRACE_METRICS)
 LABELS, LETTERS = (label_accuracy, first_letter_accuracy), tuple("ABCD")
 SPLITS = {"train": "train", "dev": "dev", "test": "eval"}  # ours -> the source's
 _TOGETHER = 4096  # tokens that go through the frozen layers in one pass
+# rows and tokens that are decoded together: small batches wait for the host; on a CPU large ones took as long
+_ON_A_GPU = 512, 32_768
 
 
 @dataclass(frozen=True)
@@ -116,8 +118,9 @@ class TraceOptions(SuiteOptions):
     """Device of model and training, cpu or cuda:0 (default: the first GPU, or the CPU)."""
     device_map: DeviceMap | None = None
     """Spread the model over devices, as accelerate does: auto, balanced, in Python {module: device} (default: one)."""
-    decode_batch: int = 16
-    """Rows decoded together; affects speed, and answers only by rounding."""
+    decode_batch: int | None = None
+    """Rows decoded together; affects speed, and answers only by rounding (default: 16; on a GPU as many as have 32,768
+    tokens with their answers, at most 512)."""
     engine: str | Engine = "smat_fn.evaluate.decoding:generator"
     """Function that answers prompts, as module:function."""
 
@@ -148,7 +151,7 @@ class Trace(BaseSuite):
         options |= {**settled(tasks, options), "data": absolute(options["data"])}
         self.options = own = TraceOptions(**options)
         place = pick_device(own.device)
-        problems = count_problem("decode_batch", own.decode_batch)
+        problems = [] if own.decode_batch is None else count_problem("decode_batch", own.decode_batch)
         if own.device is not None and own.device_map is not None:
             problems.append(f"device is {own.device!r} and device_map is given too: give one of them")
         with errors.collected(problems):
@@ -372,7 +375,7 @@ class Trace(BaseSuite):
             if journal is not None:
                 journal.add([Answer(row, text, answers[row]) for row, text in new.items()], done, total)
 
-        size = self.options.decode_batch
+        size, tokens = self._together()
         kept = {"prompts": self._prompts} if self._engine is decoding.generator else {}
         texts = in_batches(
             self._engine(self._lm.loss_fn, self._lm.tokenizer, here, batch_size=size, **kept),
@@ -382,6 +385,7 @@ class Trace(BaseSuite):
             repeat=repeat,
             lengths=list(map(len, self._tokens(task, split))),
             batch_size=size,
+            tokens=tokens,
             known={} if journal is None else journal.known,
             on_batch=keep,
         )
@@ -397,6 +401,12 @@ class Trace(BaseSuite):
         except (TypeError, ValueError):
             kind = type(value).__name__
             raise ValueError(f"metric {self._metric_name(task)!r} returned a {kind}, must return a number") from None
+
+    def _together(self) -> tuple[int, int | None]:
+        """Rows, and tokens if these count too, that are decoded together at most."""
+        if self.options.decode_batch is not None:
+            return self.options.decode_batch, None
+        return (16, None) if self._device.type == "cpu" else _ON_A_GPU
 
     def cuts(self, task: str) -> text.Cut:
         self.check(task)

@@ -40,6 +40,16 @@ def test_rows_are_asked_for_by_length_and_answered_in_order():
     ]
 
 
+def test_a_batch_has_no_more_tokens_than_allowed_but_one_row_at_least():
+    talker, lengths = Talker(), [2, 10, 5, 3, 5, 1, 30]
+    new = SETTINGS.max_new_tokens
+    texts = in_batches(talker, PROMPTS, SETTINGS, 9, lengths=lengths, batch_size=3, tokens=2 * (5 + new))
+    assert talker.asked == [[6], [1], [2, 4], [3, 0], [5]]
+    assert texts == in_batches(Talker(), PROMPTS, SETTINGS, 9, lengths=lengths, batch_size=3)
+    in_batches(few := Talker(), PROMPTS, SETTINGS, 9, lengths=lengths, batch_size=3, tokens=10_000)
+    assert few.asked == [[6, 1, 2], [4, 3, 0], [5]]
+
+
 @pytest.mark.parametrize("batches", [0, 1, 2, 3])
 def test_what_was_ended_goes_on_in_the_same_batches(batches):
     kept = {}

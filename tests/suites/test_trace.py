@@ -207,6 +207,28 @@ def test_the_vocabulary_is_hashed_once_for_all_tasks(load, monkeypatch):
     assert len(hashed) == 1 + len(own.tasks)
 
 
+def test_a_gpu_decodes_as_many_rows_together_as_have_few_enough_tokens(load, monkeypatch):
+    asked = []
+
+    def engine(model, tokenizer, params, *, batch_size):
+        return lambda prompts, *args, **options: asked.append((batch_size, len(prompts))) or ["A"] * len(prompts)
+
+    suite = load(engine=engine)
+    count, longest = len(suite._rows["FOMC", "test"].answers), max(map(len, suite._tokens("FOMC", "test")))
+    suite.score_once(suite.base, "FOMC", "test", 0)
+    suite._device = torch.device("meta")
+    monkeypatch.setattr(trace, "_ON_A_GPU", (512, 2 * (longest + 4)))
+    suite.score_once(suite.base, "FOMC", "test", 0)
+    given = load(engine=engine, decode_batch=1)
+    given._device = torch.device("meta")
+    given.score_once(given.base, "FOMC", "test", 0)
+    assert 2 < count <= 16
+    assert asked[0] == (16, count)
+    assert asked[1] == (512, 2)
+    assert asked[-count:] == [(1, 1)] * count
+    assert sum(rows for size, rows in asked if size == 512) == count
+
+
 def test_without_a_loss_on_prompts_they_are_decoded_with_their_line_end(load, folders):
     """No expert learns to write it, and a tokenizer may join it to the prompt's last character."""
     asked = []
@@ -889,7 +911,7 @@ def test_prompts_pass_the_frozen_layers_once_for_all_weights(top, cache, monkeyp
         assert answers[0].texts == answers[1].texts
         assert len(answers[0].texts) == len(prompts)
     read = [length for length in calls if length > 1]
-    assert len(read) == -(-len(prompts) // top.options.decode_batch)
+    assert len(read) == -(-len(prompts) // 16)
     assert max(read) == max(prompts)
 
 
