@@ -60,7 +60,7 @@ LABELS, LETTERS = (label_accuracy, first_letter_accuracy), tuple("ABCD")
 SPLITS = {"train": "train", "dev": "dev", "test": "eval"}  # ours -> the source's
 _TOGETHER = 4096  # tokens that go through the frozen layers in one pass
 # rows and tokens that are decoded together: small batches wait for the host; on a CPU large ones took as long
-_ON_A_GPU = 512, 32_768
+_ON_A_GPU = 256, 16_384
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ class TraceOptions(SuiteOptions):
     device_map: DeviceMap | None = None
     """Spread the model over devices, as accelerate does: auto, balanced, in Python {module: device} (default: one)."""
     decode_batch: int | None = None
-    """Rows decoded together; affects speed, and answers only by rounding (default: 16; on a GPU as many as have 32,768
-    tokens with their answers, at most 512)."""
+    """Rows decoded together; affects speed, and answers only by rounding (default: 16; on a GPU as many as have 16,384
+    tokens with their answers, at most 256)."""
     engine: str | Engine = "smat_fn.evaluate.decoding:generator"
     """Function that answers prompts, as module:function."""
 

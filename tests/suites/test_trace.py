@@ -217,16 +217,16 @@ def test_a_gpu_decodes_as_many_rows_together_as_have_few_enough_tokens(load, mon
     count, longest = len(suite._rows["FOMC", "test"].answers), max(map(len, suite._tokens("FOMC", "test")))
     suite.score_once(suite.base, "FOMC", "test", 0)
     suite._device = torch.device("meta")
-    monkeypatch.setattr(trace, "_ON_A_GPU", (512, 2 * (longest + 4)))
+    monkeypatch.setattr(trace, "_ON_A_GPU", (256, 2 * (longest + 4)))
     suite.score_once(suite.base, "FOMC", "test", 0)
     given = load(engine=engine, decode_batch=1)
     given._device = torch.device("meta")
     given.score_once(given.base, "FOMC", "test", 0)
     assert 2 < count <= 16
     assert asked[0] == (16, count)
-    assert asked[1] == (512, 2)
+    assert asked[1] == (256, 2)
     assert asked[-count:] == [(1, 1)] * count
-    assert sum(rows for size, rows in asked if size == 512) == count
+    assert sum(rows for size, rows in asked if size == 256) == count
 
 
 def test_without_a_loss_on_prompts_they_are_decoded_with_their_line_end(load, folders):
