@@ -1,6 +1,7 @@
 """One backward pass against two on pretrained backbones.
 
-The protocols are backbones.md, vit_blocks.md, text.md, smollm2_text.md and smollm2_text_passes.md of docs/protocols.
+The protocols are backbones.md, vit_blocks.md, text.md, smollm2_text.md, smollm2_text_passes.md and smollm2_trace.md of
+docs/protocols.
 
 ``python -m benchmarks backbones FOLDER`` makes the models. ``--dry-run`` takes a few steps of every method on the
 device at hand and prints the minutes of each part; ``--tasks``, ``--rows`` and ``--steps`` make a trial run on a seed
@@ -36,11 +37,11 @@ class Backbone(NamedTuple):
     training: Training
     lr: float  # of the middle of every grid
     sigma: float
-    tuning: tuple[int, ...]
+    tuning: tuple[int, ...]  # none: every method has one candidate
     evaluation: tuple[int, ...]
     options: Options = ()
     coefs: tuple[float, ...] = ()  # where the search on dev starts; none: the grid of each merger
-    candidates: Literal[5, 3] = 5  # of each method
+    candidates: Literal[5, 3, 1] = 5  # of each method
     alpha_min: float = 0.25  # of SMAT with three candidates
     tuned_on: Options = ()  # options of the suite in tuning
     others: bool = False  # evaluation scores every merger that needs no data
@@ -123,10 +124,10 @@ BACKBONES = {
         mergers=("wa", "ta", "ties", "tsv_merge", "wudi"),
         rows=asked.write_rows,
     ),
-    "smollm2": Backbone(
+    "smollm2_trace": Backbone(
         "llama-3.2-1b",
         Training(
-            steps=150,
+            steps=120,
             lr=1e-4,
             optimizer="adamw",
             schedule="cosine",
@@ -136,8 +137,8 @@ BACKBONES = {
         ),
         lr=1e-4,
         sigma=2e-3,
-        tuning=(171,),
-        evaluation=(181, 182, 183),
+        tuning=(),
+        evaluation=(351, 352, 353),
         options=(
             ("dtype", "bfloat16"),
             ("max_length", 384),
@@ -149,14 +150,13 @@ BACKBONES = {
             ("decode_batch", 200),
         ),
         coefs=(0.3, 0.6, 1.0),
-        candidates=3,
-        tuned_on=(("tasks", ("C-STANCE", "FOMC")),),
+        candidates=1,
         mergers=PAPERS,
         rows=first_rows.write_rows,
         without=("MSAM",),
     ),
 }
-Name = Literal["vit", "vit_blocks", "text", "smollm2_text", "smollm2"]
+Name = Literal["vit", "vit_blocks", "text", "smollm2_text", "smollm2_trace"]
 
 
 def study(name: Name, model: str, data: str, options: Mapping[str, Any]) -> Widening:
@@ -166,7 +166,7 @@ def study(name: Name, model: str, data: str, options: Mapping[str, Any]) -> Wide
     eight = (*PRESETS[own.preset].mergers.values(), TsvMerge(), IsoC(), Wudi())
     mergers = tuple(merger for merger in eight if merger.name in (own.mergers or {one.name for one in eight}))
     names = {merger.name for merger in mergers}
-    grids = {5: _crosses, 3: _rates}[own.candidates](own)
+    grids = _crosses(own) if own.candidates == 5 else _rates(own)
     protocol = Protocol(
         name=f"{name}_onepass",
         preset=own.preset,
@@ -202,10 +202,11 @@ def _crosses(own: Backbone) -> dict[str, Grid]:
 
 
 def _rates(own: Backbone) -> dict[str, Grid]:
-    """Three learning rates; everything else has one value."""
+    """Three learning rates, or one; everything else has one value."""
     whole = own.training
     ft, smat, asam = (PRESETS[own.preset].methods[method] for method in ("ft", "smat", "asam"))
     smat, asam = replaced(smat, alpha_min=own.alpha_min, sigma=own.sigma), replaced(asam, rho=0.5)
+    rates = _about(own.lr) if own.candidates > 1 else (own.lr,)
     methods = {
         "FT": (ft, whole),
         "SMAT": (smat, whole),
@@ -215,7 +216,7 @@ def _rates(own: Backbone) -> dict[str, Grid]:
         "ASAM, half the steps": (asam, _half(whole)),
     }
     return {
-        label: Grid(method, training, Axis("lr", _about(own.lr)), Axis("steps", (training.steps,)))
+        label: Grid(method, training, Axis("lr", rates), Axis("steps", (training.steps,)))
         for label, (method, training) in methods.items()
         if label not in own.without
     }
@@ -311,4 +312,5 @@ def _trial_run(own: Widening, folder: Path, steps: int | None) -> Widening:
         )
         few[label] = Grid(grid.method, training, grid.first._replace(values=grid.first.values[:2]), second)
     place, only = str((folder / own.protocol.name).resolve()), (TRIAL_SEED,)
-    return widening(own.protocol._replace(name=place, tuning=only, evaluation=only), few)
+    tuning = only if own.protocol.tuning else ()
+    return widening(own.protocol._replace(name=place, tuning=tuning, evaluation=only), few)

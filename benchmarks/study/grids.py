@@ -67,7 +67,11 @@ class Widening(NamedTuple):
     grids: Mapping[str, Grid]
 
     def run(self, folder: Path, jobs: int, facts: Facts, only: Stage | None = None) -> None:
-        """Both stages, or one of them."""
+        """Both stages, or one of them; without seeds of tuning the evaluation of the candidates, one of each method."""
+        if not self.protocol.tuning:
+            chosen = {label: grid.candidates()[0] for label, grid in self.grids.items()}
+            evaluate(self.protocol, folder, jobs, facts, chosen)
+            return
         if only != "evaluation":
             tune_widening(self.protocol, self.grids, folder, jobs, facts)
         if only != "tuning":

@@ -104,7 +104,7 @@ def test_every_method_of_a_study_has_as_many_candidates_and_no_seed_of_another()
     every |= {"digits": digits_onepass.STUDY, "adapters": digits_lora.STUDY}
     seen = set()
     for study in every.values():
-        assert {len(candidates) for candidates in study.protocol.grids.values()} in ({9}, {5}, {3})
+        assert {len(candidates) for candidates in study.protocol.grids.values()} in ({9}, {5}, {3}, {1})
         own = {*study.protocol.tuning, *study.protocol.evaluation}
         assert len(own) == len(study.protocol.tuning) + len(study.protocol.evaluation)
         assert not own & seen
@@ -143,6 +143,20 @@ def test_a_backbone_may_have_fewer_candidates_and_mergers():
     assert [own[0].training.steps for own in found.grids.values()] == [125] * 5 + [62]
     assert [merger.name for merger in found.mergers] == ["wa", "ta", "ties", "tsv_merge", "wudi"]
     assert found.others == ()
+
+
+def test_without_seeds_of_tuning_the_one_candidate_of_each_method_is_evaluated(tmp_path, monkeypatch):
+    study = studies.study("smollm2_trace", "/model", "/data", {})
+    own = study.protocol
+    assert list(own.grids) == ["FT", "SMAT", "SMAT climbing", "ASAM", "ASAM, half the steps"]
+    assert {(len(found), found[0].training.lr) for found in own.grids.values()} == {(1, 1e-4)}
+    assert [found[0].training.steps for found in own.grids.values()] == [120] * 4 + [60]
+    called = []
+    monkeypatch.setattr(grids, "evaluate", lambda *given: called.append(given))
+    monkeypatch.setattr(grids, "tune_widening", None)
+    study.run(tmp_path, 2, {})
+    chosen = {label: found[0] for label, found in own.grids.items()}
+    assert called == [(own, tmp_path, 2, {}, chosen)]
 
 
 def test_labelled_texts_are_asked_for_their_class(tmp_path, monkeypatch):
@@ -216,7 +230,7 @@ def test_matrix_products_are_rounded_on_a_gpu_where_the_protocol_says_so(tmp_pat
 
 
 def test_a_trial_run_is_on_a_seed_of_no_stage_and_writes_into_its_folder(tmp_path):
-    study = studies._trial_run(studies.study("smollm2", "/model", "/data", {}), tmp_path, 3)
+    study = studies._trial_run(studies.study("smollm2_text", "/model", "/data", {}), tmp_path, 3)
     assert study.protocol.tuning == study.protocol.evaluation == (studies.TRIAL_SEED,)
     assert study.protocol.file(".json").parent == tmp_path
     assert all(c.training.steps == 3 for found in study.protocol.grids.values() for c in found)
