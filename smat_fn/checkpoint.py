@@ -193,9 +193,9 @@ def _write_statistics(path: str | Path, kind: str, leaves: Mapping[str, Tensor],
     file = Path(path) / STATISTICS[kind]
     fresh = file.with_name(f".{file.name}.new-{os.getpid()}")
     stored = {name: plain(leaf) for name, leaf in tree.flatten_unwrapped(leaves).items()}
-    sweep(file)  # what a killed call has left
     try:
-        fresh.mkdir()  # for `sweep`: safetensors writes to a random name beside the file that it is given
+        # for `sweep`: safetensors writes to a random name beside the file that it is given
+        fresh.mkdir(exist_ok=True)
         # one entry: safetensors writes several in any order, and equal statistics are equal files
         save_shared(stored, fresh / file.name, {"facts": json.dumps({"kind": kind, **facts})})
         (fresh / file.name).replace(file)

@@ -1,7 +1,9 @@
 """Statistics of experts on rows of their own task: made, kept beside the weights, and read again for a merge."""
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from ... import checkpoint, errors, lora, random
 from ...checkpoint import STATISTICS
 from ...data.batching import split_rows
 from ...evaluate.records import content_key
+from ...folders.writing import locked
 from ...merge.parts.inputs import Leaves
 from ...merge.statistics import diagonal_fisher, drawn_labels, gram_layers, input_grams, untold_padding
 from ...suites import Suite
@@ -115,27 +118,45 @@ def write_statistics(
     for kind in asked.kinds:
         own = facts | ({"labels": drawn} if kind == "fisher" else {})
         file = folder / STATISTICS[kind]
-        if file.exists() and not asked.overwrite:
-            if checkpoint.statistics_facts(file) == {"kind": kind, **own}:
-                yield f"kept: {file}, {own['rows']} rows"
-                continue
-            raise ValueError(f"{file} is from other rows, weights or settings: remove it, or pass --overwrite")
-        if kind == "gram":
-            found = input_grams(loss_fn, here, without_padding(suite, task, batches))
-            if unseen := [path for path in gram_layers(loss_fn, here) if path not in found]:
-                yield (
-                    f"note: {len(unseen)} linear layers are called as functions (first: {unseen[0]}) and have "
-                    "no Gram matrix: reg_mean merges them as --others says"
-                )
-        else:
-            found = diagonal_fisher(loss_fn, here, _rows(suite, task, here, batches, drawn, key))
-        if part is not None:
-            found = {name: found[path] for name, path in part.names.items() if path in found}
-            rest = {name: leaf for name, leaf in params.items() if kind == "fisher" and leaf.is_floating_point()}
-            found = {name: torch.zeros_like(leaf, dtype=torch.float32) for name, leaf in rest.items()} | found
-        file = checkpoint.save_statistics(folder, kind, found, own)
-        outcome.add("written", file)
-        yield f"{kind}: {file}, {own['rows']} rows"
+        with ExitStack() as held:
+            yield from _hold(file, held)
+            if file.exists() and not asked.overwrite:
+                if checkpoint.statistics_facts(file) == {"kind": kind, **own}:
+                    yield f"kept: {file}, {own['rows']} rows"
+                    continue
+                raise ValueError(f"{file} is from other rows, weights or settings: remove it, or pass --overwrite")
+            if kind == "gram":
+                found = input_grams(loss_fn, here, without_padding(suite, task, batches))
+                if unseen := [path for path in gram_layers(loss_fn, here) if path not in found]:
+                    yield (
+                        f"note: {len(unseen)} linear layers are called as functions (first: {unseen[0]}) and have "
+                        "no Gram matrix: reg_mean merges them as --others says"
+                    )
+            else:
+                found = diagonal_fisher(loss_fn, here, _rows(suite, task, here, batches, drawn, key))
+            if part is not None:
+                found = {name: found[path] for name, path in part.names.items() if path in found}
+                rest = {name: leaf for name, leaf in params.items() if kind == "fisher" and leaf.is_floating_point()}
+                found = {name: torch.zeros_like(leaf, dtype=torch.float32) for name, leaf in rest.items()} | found
+            checkpoint.save_statistics(folder, kind, found, own)
+            outcome.add("written", file)
+            yield f"{kind}: {file}, {own['rows']} rows"
+
+
+def _hold(file: Path, held: ExitStack) -> Iterator[str]:
+    """Lock a file of statistics, where the disk has locks, and remove partial writes of killed processes.
+
+    Yields a line where another process makes that file, then waits for it.
+    """
+    folder = file.parent.resolve()
+    lock, taken = folder.parent / f".{folder.name}.{file.name}.lock", f"another process makes {file}"
+    with suppress(OSError):  # a cluster's disk may have no locks
+        try:
+            held.enter_context(locked(lock, taken))
+        except ValueError:
+            yield f"waiting: {taken}"
+            held.enter_context(locked(lock, taken, wait=math.inf))
+        checkpoint.sweep(file)
 
 
 def batches_of(suite: Suite, task: str, split: str, rows: int, key: Tensor) -> list[Batch]:

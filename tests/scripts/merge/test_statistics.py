@@ -1,6 +1,10 @@
 """Statistics of trained experts: what they are computed from, and merges that take them, in memory and on disk."""
 
 import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -9,6 +13,7 @@ import torch
 from smat_fn import checkpoint, random
 from smat_fn.config import Fisher, RegMean
 from smat_fn.data.batching import split_rows
+from smat_fn.folders.writing import locked
 from smat_fn.merge.statistics import diagonal_fisher, drawn_labels, input_grams
 from smat_fn.scripts.merge import statistics, streaming
 from smat_fn.scripts.merge.inputs import find_inputs, load_inputs, read_statistics
@@ -16,6 +21,22 @@ from smat_fn.scripts.merge.merging import merge_run
 from smat_fn.scripts.merge.settings import Statistics
 
 DEFAULTS = {"kinds": ("fisher", "gram"), "rows": 20, "seed": 3}
+MAKING = """
+import sys
+from pathlib import Path
+from smat_fn import checkpoint
+from smat_fn.scripts.merge.settings import Statistics
+from smat_fn.scripts.merge.statistics import make_statistics
+save = checkpoint.save_shared
+def slow(leaves, file, facts):
+    print("writes", flush=True)
+    sys.stdin.read(1)
+    save(leaves, file, facts)
+checkpoint.save_shared = slow
+asked = Statistics((Path(sys.argv[1]),), ("gram",), rows=20, seed=int(sys.argv[2]), overwrite=True)
+for line in make_statistics(asked):
+    print(line, flush=True)
+"""
 
 
 def make(places, base=None, *, kinds=DEFAULTS["kinds"], **changes):
@@ -205,3 +226,38 @@ def test_a_run_makes_them_for_its_experts(known, suite, tmp_path):
     lines = list(statistics.statistics_of_run(suite, [run / "rot90"], kinds=("gram",), seed=21))
     assert lines == [f"gram: {run / 'rot90' / 'gram.safetensors'}, 120 rows"]
     assert (run / "rot90" / "gram.safetensors").read_bytes() != before
+
+
+def test_what_killed_processes_left_goes_once_no_other_process_makes_the_file(known, tmp_path):
+    run = shutil.copytree(known, tmp_path / "run")
+    left, file = run / "rot90" / ".gram.safetensors.new-1", run / "rot90" / "gram.safetensors"
+    left.mkdir()
+    with ThreadPoolExecutor(1) as pool, ExitStack() as held:
+        held.enter_context(locked(run / ".rot90.gram.safetensors.lock", ""))
+        found = statistics.make_statistics(Statistics((run / "rot90",), base=None, **DEFAULTS))
+        lines = [pool.submit(next, found).result() for _ in range(2)]
+        assert lines[0].startswith("kept")
+        assert lines[1] == f"waiting: another process makes {file}"
+        rest = pool.submit(list, found)
+        assert left.is_dir()
+        held.close()
+        assert rest.result() == [f"kept: {file}, 32 rows"]
+    assert not [*run.glob(".*"), *(run / "rot90").glob(".*")]
+
+
+@pytest.mark.slow
+def test_two_processes_make_statistics_of_one_expert(known, tmp_path):
+    run = shutil.copytree(known, tmp_path / "run")
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", MAKING, run / "rot90"]
+    file = run / "rot90" / "gram.safetensors"
+    with subprocess.Popen([*command, "1"], **pipes) as first:
+        assert first.stdout.readline() == "writes\n"
+        with subprocess.Popen([*command, "2"], **pipes) as second:
+            started = second.stdout.readline()
+            for process in (first, second):
+                assert process.communicate("x")[1] == ""
+                assert process.returncode == 0
+    assert started == f"waiting: another process makes {file}\n"
+    assert checkpoint.statistics_facts(file)["seed"] == 2
+    assert not [*run.glob(".*"), *(run / "rot90").glob(".*")]
