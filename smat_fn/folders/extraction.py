@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .. import __version__, checkpoint, errors
 from ..merge.around.low_rank import low_rank, remainder, square
@@ -31,7 +32,7 @@ class Extracted(NamedTuple):
 
     errors: dict[str, float]  # ‖Δ − B A‖ / ‖Δ‖ of every changed leaf; 0 where it is stored whole, 1 where it is missing
     error: float  # of all of them together
-    ranks: dict[str, int]  # of every adapted module
+    ranks: dict[str, int]  # of every adapted module; all are stored with the largest
     whole: tuple[str, ...]  # changed leaves that are stored as the expert has them, since they are of no linear layer
     left_out: tuple[str, ...]  # changed leaves that peft has no place for, with ``linear_only`` all without factors
     skipped: tuple[str, ...]  # changed leaves that ``only`` and ``skip`` exclude
@@ -68,8 +69,8 @@ def extract_lora(
     Δ V Vᵀ, V the eigenvectors of the float64 ΔᵀΔ with the largest eigenvalues; both factors share the singular values,
     float32, scaling 1. Modules that are not linear layers or embeddings (norms, the experts of a mixture) are stored
     whole as ``modules_to_save`` where they changed. All names are those of the module that ``from_pretrained`` makes
-    of base. Unequal ranks are in ``rank_pattern`` and ``alpha_pattern``. The folder is written atomically. Memory: a
-    few times the largest leaf in float32, and ΔᵀΔ of its short side.
+    of base. All modules have the largest rank: lower ones are padded with zeros, since llama.cpp reads no patterns. The
+    folder is written atomically. Memory: a few times the largest leaf in float32, and ΔᵀΔ of its short side.
 
     Args:
         base, expert: folders or hub names, leaves of the same names and shapes; expert may be a file or an adapter.
@@ -122,13 +123,16 @@ def _extracted(
 ) -> tuple[Extracted, dict[str, Tensor], dict[str, Any]]:
     """The contents of an adapter: the report, its tensors, and the fields of its configuration that depend on them."""
     kinds, modules = modules_of(opened.base, opened.model)
-    stored, rests, ranks = _factors(opened, split, kinds)
+    factors, rests = _factors(opened, split, kinds)
+    ranks = {module: left.shape[1] for module, (left, _) in factors.items()}
     base, expert = opened.beside
     sizes = ((path, square(_delta(path, base, expert))) for path in base.leaves)
     rests |= {path: (size, size) for path, size in sizes if size}
     skipped = tuple(path for path in rests if path in opened.excluded)
     lacking = [path for path in rests if path.removesuffix(".weight") not in ranks and path not in skipped]
     _check_changed(opened, lacking, ranks)
+    rank = max(ranks.values())
+    stored = {path: half for m, own in factors.items() for path, half in _named(m, *own, kinds[m], rank).items()}
     kept = set[str]() if linear_only else saved([path for path in lacking if path not in base.leaves], ranks)
     # peft reads all leaves of such a module, changed or not
     for path in opened.base.leaves:
@@ -150,7 +154,7 @@ def _extracted(
         tied=() if opened.model is None else tied(opened.model, ranks),
         bytes=sum(tensor.nbytes for tensor in stored.values()),
     )
-    config = _config(ranks, kept, modules)
+    config = _config(ranks, rank, kept, modules)
     config["fan_in_fan_out"] = any(kinds[module] == "conv1d" for module in ranks)
     return report, stored, config
 
@@ -240,14 +244,13 @@ def _of_modules(base: Folder) -> list[str]:
 
 def _factors(
     opened: _Opened, split: Callable[[Tensor], tuple[Tensor, Tensor]], kinds: Mapping[str, str]
-) -> tuple[dict[str, Tensor], dict[str, tuple[float, float]], dict[str, int]]:
+) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, tuple[float, float]]]:
     """The factors of all changed matrices of modules that peft can adapt.
 
-    Returns: tensors as peft names them; ‖Δ − B A‖² and ‖Δ‖² of every changed leaf; ranks of the adapted modules.
+    Returns: (left, right) of Δ = left @ right by module; ‖Δ − B A‖² and ‖Δ‖² of every changed leaf.
     """
-    stored: dict[str, Tensor] = {}
+    factors: dict[str, tuple[Tensor, Tensor]] = {}
     rests: dict[str, tuple[float, float]] = {}
-    ranks: dict[str, int] = {}
     for path, leaf in opened.base.leaves.items():
         delta = _delta(path, opened.base, opened.expert) if leaf.is_floating_point() else None
         if delta is None or not bool(delta.any()):
@@ -256,11 +259,9 @@ def _factors(
         if path in opened.excluded or last != "weight" or module not in kinds or leaf.ndim != 2:
             rests[path] = (size := square(delta)), size
             continue
-        left, right = split(delta)
+        factors[module] = left, right = split(delta)
         rests[path] = remainder(delta, left, right), square(delta)
-        ranks[module] = left.shape[1]
-        stored |= _named(module, left, right, kinds[module])
-    return stored, rests, ranks
+    return factors, rests
 
 
 def _write(
@@ -274,20 +275,13 @@ def _write(
     return {"adapter": "extracted", **facts, "versions": {"smat_fn": __version__}, "files": hashes}
 
 
-def _config(ranks: Mapping[str, int], kept: Collection[str], modules: Sequence[str]) -> dict[str, Any]:
-    rank = max(ranks.values())
-    low = [module for module, r in ranks.items() if r < rank]
-    # peft takes the first expression that a module's path ends with, so that longer ones must come first
-    named = [module for module in ranks if any(f".{module}".endswith(f".{own}") for own in low)]
-    lower = {module: ranks[module] for module in sorted(named, key=len, reverse=True)}
+def _config(modules: Collection[str], rank: int, kept: Collection[str], every: Sequence[str]) -> dict[str, Any]:
     # peft takes every module whose path ends with such a name
-    unique = (name if sum(other.endswith(name) for other in modules) == 1 else PREFIX + name for name in kept)
+    unique = (name if sum(other.endswith(name) for other in every) == 1 else PREFIX + name for name in kept)
     return {
         "r": rank,
         "lora_alpha": rank,
-        "rank_pattern": lower,
-        "alpha_pattern": lower,
-        "target_modules": sorted(ranks),
+        "target_modules": sorted(modules),
         "modules_to_save": sorted(unique) or None,
         "bias": "none",
         "lora_dropout": 0.0,
@@ -295,8 +289,10 @@ def _config(ranks: Mapping[str, int], kept: Collection[str], modules: Sequence[s
     }
 
 
-def _named(module: str, left: Tensor, right: Tensor, kind: str) -> dict[str, Tensor]:
-    """The factors of Δ = left @ right under peft's names."""
+def _named(module: str, left: Tensor, right: Tensor, kind: str, rank: int) -> dict[str, Tensor]:
+    """The factors of Δ = left @ right under peft's names, padded with zeros to a rank."""
+    more = rank - left.shape[1]
+    left, right = pad(left, (0, more)), pad(right, (0, 0, 0, more))
     a, b = (right, left) if kind == "linear" else (left.T, right.T)
     return stored_halves(module, a, b, embedding=kind == "embedding")
 

@@ -77,7 +77,7 @@ def extract_lora(args: ExtractLora) -> None:
             outcome.add(kind, path)
     outcome.add("lost", made.lost)
     least, most = min(made.ranks.values()), max(made.ranks.values())
-    ranks = f"rank {most}" if least == most else f"ranks {least} to {most}"
+    ranks = f"rank {most}" if least == most else f"ranks {least} to {most}, padded to {most}"
     outcome.line(f"extracted: {args.out}, {ranks}, {size_text(made.bytes)}, relative error {made.error:.2e} in all")
 
 
