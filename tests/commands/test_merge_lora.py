@@ -1,5 +1,6 @@
 """merge.py with adapters and other vocabularies, and its extract-lora, as a user runs them."""
 
+import hashlib
 import json
 import math
 import shutil
@@ -139,6 +140,26 @@ def test_an_adapter_that_is_extracted_already_is_kept(call, model, tmp_path):
     assert "lora exists" in call(*again)[1]
     assert call(*again, "--overwrite")[1] is None
     assert call(*again)[0].startswith("kept: ")
+
+
+@pytest.mark.parametrize("command", ["extract-lora", "adapters"])
+def test_a_kept_adapter_of_unequal_ranks_is_noted(call, model, tmp_path, command):
+    if command == "adapters":
+        write_adapter(tmp_path / "x", 0, 2)
+        words = "--experts", tmp_path / "x"
+    else:
+        words = "--base", model("base", 0)[0], "--expert", model("expert", 1)[0], "--rank", 2
+    again, out = (command, *words, "--out", tmp_path / "lora"), tmp_path / "lora"
+    assert call(*again)[1] is None
+    config, manifest = (json.loads((out / name).read_text()) for name in ("adapter_config.json", "manifest.json"))
+    text = json.dumps(config | {"rank_pattern": {"model.q": 1}})  # as it was written before ranks were padded
+    (out / "adapter_config.json").write_text(text)
+    manifest["files"]["adapter_config.json"] = hashlib.sha256(text.encode()).hexdigest()
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    said = "its modules have unequal ranks, which llama.cpp scales wrongly: pass --overwrite to write it with one rank"
+    assert call(*again) == (f"kept: {out}: already finished\nnote: {said}\n", None)
+    assert call(*again, "--overwrite")[1] is None
+    assert call(*again) == (f"kept: {out}: already finished\n", None)
 
 
 def test_an_adapter_of_other_layers_is_extracted_again(call, tmp_path):

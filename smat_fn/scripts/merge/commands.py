@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Collection, Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import and_more
@@ -67,7 +68,7 @@ def extract_lora(args: ExtractLora) -> None:
     torch.set_num_threads(args.threads)
     if (made := extract(args)) is None:
         outcome.add("kept", args.out)
-        outcome.line(f"kept: {args.out}: already finished")
+        _kept(args.out)
         return
     for line in summary(made, linear_only=args.linear_only):
         outcome.line(line)
@@ -112,7 +113,7 @@ def merge_adapters(args: MergeAdapters) -> None:
     torch.set_num_threads(args.threads)
     if (made := merge(args)) is None:
         outcome.add("merged", {"folder": args.out, "kept": True})
-        outcome.line(f"kept: {args.out}: already finished")
+        _kept(args.out)
         return
     if made.partial:
         lacking = _count(made.partial, "module", "modules")
@@ -122,6 +123,15 @@ def merge_adapters(args: MergeAdapters) -> None:
     outcome.add("merged", {"folder": args.out, "kept": False})
     modules = _count(made.modules, "module", "modules")
     outcome.line(f"merged: {args.out}, {modules} of rank {made.rank}, {size_text(made.bytes)}")
+
+
+def _kept(adapter: Path) -> None:
+    from .finished import unequal_ranks
+
+    outcome.line(f"kept: {adapter}: already finished")
+    if unequal_ranks(adapter):
+        way = "pass --overwrite to write it with one rank"
+        outcome.line(f"note: its modules have unequal ranks, which llama.cpp scales wrongly: {way}")
 
 
 def _count(things: Collection[object], one: str, several: str) -> str:

@@ -67,6 +67,11 @@ def is_finished(
         return False
 
 
+def unequal_ranks(adapter: Path) -> bool:
+    """Whether an adapter was written when its modules could have unequal ranks."""
+    return bool(checkpoint.read_json(adapter / CONFIG).get("rank_pattern"))
+
+
 def base_of(adapter: Path) -> Any:
     """The base that an adapter's configuration names."""
     return checkpoint.read_json(adapter / CONFIG).get("base_model_name_or_path")
