@@ -1,15 +1,11 @@
 """Adapters by fine-tuning, SMAT and ASAM on digits, by docs/protocols/digits_lora.md: tuning, then fresh seeds."""
 
 from dataclasses import replace
-from pathlib import Path
 
-from tyro.conf import Positional
+from smat_fn.config import DIGITS, Adapters
 
-from smat_fn import machine
-from smat_fn.config import DIGITS, Adapters, IsoC, TsvMerge, Wudi
-
-from .methods import Protocol, Stage
-from .study.grids import Axis, Grid, widening
+from .study.grids import Axis, Grid
+from .study.on_digits import command, study
 
 MERGED = replace(DIGITS.training, lora=Adapters(rank=8, alpha=16.0))
 FACTORS = replace(DIGITS.training, lora=Adapters(rank=8, alpha=16.0, simulate="factors"))
@@ -27,26 +23,5 @@ GRIDS = {
     "ASAM, half the steps": Grid(ASAM, HALF, RATES, RADII, (MIDDLE, 0.5)),
 }
 
-STUDY = widening(
-    Protocol(
-        name="digits_lora",
-        preset="digits",
-        grids={},
-        tuning=(301,),
-        evaluation=tuple(range(311, 319)),
-        mergers=(*DIGITS.mergers.values(), TsvMerge(), IsoC(), Wudi()),
-        widen=True,
-    ),
-    GRIDS,
-)
-
-
-def main(folder: Positional[Path], *, jobs: int = 2, only: Stage | None = None) -> None:
-    """Run the protocol.
-
-    Args:
-        folder: keeps the trials; a stopped run resumes from it.
-        jobs: processes of one thread each.
-        only: one of its two stages.
-    """
-    STUDY.run(folder, jobs, machine.describe("python -m benchmarks digits-lora FOLDER"), only)
+STUDY = study("digits_lora", GRIDS, tuning=(301,), evaluation=tuple(range(311, 319)))
+main = command("digits-lora", STUDY.run)

@@ -1,14 +1,12 @@
 """All methods on digits by docs/protocols/digits_methods.md: tuning on dev, then test scores on fresh seeds."""
 
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
-from tyro.conf import Positional
-
-from smat_fn import machine
 from smat_fn.config import DIGITS
 
-from .methods import Candidate, Protocol, Stage, grid, run
+from .methods import Candidate, Protocol, grid, run
+from .study.on_digits import command
 
 RATES = DIGITS.lr_grid
 
@@ -45,13 +43,4 @@ PROTOCOL = Protocol(
     kept=(41, 42),
 )
 
-
-def main(folder: Positional[Path], *, jobs: int = 2, only: Stage | None = None) -> None:
-    """Run the protocol.
-
-    Args:
-        folder: keeps the trials; a stopped run resumes from it.
-        jobs: processes of one thread each.
-        only: one of its two stages.
-    """
-    run(PROTOCOL, folder, jobs, machine.describe("python -m benchmarks digits-methods FOLDER"), only)
+main = command("digits-methods", partial(run, PROTOCOL))

@@ -1,15 +1,12 @@
 """One backward pass against two on digits, by docs/protocols/digits_onepass.md: tuning on dev, then fresh seeds."""
 
 from dataclasses import replace
-from pathlib import Path
 
-from tyro.conf import Positional
+from smat_fn.config import DIGITS, Msam
 
-from smat_fn import machine
-from smat_fn.config import DIGITS, IsoC, Msam, TsvMerge, Wudi
-
-from .methods import Protocol, Stage, replaced
-from .study.grids import Axis, Grid, widening
+from .methods import replaced
+from .study.grids import Axis, Grid
+from .study.on_digits import command, study
 
 BASE = DIGITS.training
 MUON = replace(BASE, optimizer="muon")
@@ -34,26 +31,5 @@ GRIDS = {
     "SMAT-Muon climbing": Grid(CLIMBING, MUON, MUON_RATES, MIDDLE),
 }
 
-STUDY = widening(
-    Protocol(
-        name="digits_onepass",
-        preset="digits",
-        grids={},
-        tuning=(131, 132),
-        evaluation=tuple(range(141, 151)),
-        mergers=(*DIGITS.mergers.values(), TsvMerge(), IsoC(), Wudi()),
-        widen=True,
-    ),
-    GRIDS,
-)
-
-
-def main(folder: Positional[Path], *, jobs: int = 2, only: Stage | None = None) -> None:
-    """Run the protocol.
-
-    Args:
-        folder: keeps the trials; a stopped run resumes from it.
-        jobs: processes of one thread each.
-        only: one of its two stages.
-    """
-    STUDY.run(folder, jobs, machine.describe("python -m benchmarks digits-onepass FOLDER"), only)
+STUDY = study("digits_onepass", GRIDS, tuning=(131, 132), evaluation=tuple(range(141, 151)))
+main = command("digits-onepass", STUDY.run)
