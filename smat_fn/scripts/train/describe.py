@@ -24,6 +24,7 @@ def headline(
 ) -> str:
     """One line: method, suite, learning rate and where it is from, length, what differs from plain training, seed."""
     parts = [f"learning rate {training.lr:g} ({origin})"]
+    parts += [f"muon_lr {training.muon_lr:g} of matrices"] if training.muon_lr is not None else []
     parts.append(_epochs(training.epochs) if training.steps is None else f"{training.steps} steps")
     parts += [f"precision {training.precision}"] if training.precision else []
     parts += _stored(suite, training)

@@ -115,7 +115,7 @@ def _measured(suite: Suite, training: Training, run: RunOptions, fingerprint: st
     """
     own = {task: _budget(suite, task, training) for task in run.tasks}  # rows of other tasks may not have been read
     adapters, parent = numbers(training).get("lora"), run.out.absolute().parent
-    chosen: list[tuple[bool, bool, str, float, Path]] = []
+    chosen: list[tuple[bool, bool, str, str, Path]] = []
     others = []
     for folder in sorted(parent.glob("*/")):
         try:
@@ -129,8 +129,9 @@ def _measured(suite: Suite, training: Training, run: RunOptions, fingerprint: st
             others.append(f"{folder.name} {reason}")
         elif len(manifests) > 1:
             first = manifests[suite.tasks[0]]
-            rate = first["training"].get("lr", training.lr)
-            chosen.append((first["seed"] != run.seed, rate != training.lr, folder.name, rate, folder))
+            rates = first["training"].get("lr", training.lr), first["training"].get("muon_lr")
+            other = rates != (training.lr, training.muon_lr)
+            chosen.append((first["seed"] != run.seed, other, folder.name, _rates(*rates) if other else "", folder))
     if not chosen:
         of = f" ({errors.and_more(others, 3)})" if others else ""
         return None, f"{parent} holds no matching run of ft{of}"
@@ -143,9 +144,13 @@ def _measured(suite: Suite, training: Training, run: RunOptions, fingerprint: st
     sigma = analyses.suggested_sigma(whole)
     if sigma is None:
         return None, f"the experts of {folder} equal the base"
-    at = "" if rate == training.lr else f" (learning rate {rate:g}, here {training.lr:g})"
+    at = f" (learning rate {rate}, here {_rates(training.lr, training.muon_lr)})" if rate else ""
     said = f"the RMS of the other experts' updates in {folder.name}{at} at gamma {COEF}"
     return (sigma, {"from": said, "update": whole.delta, "run": folder.name}), ""
+
+
+def _rates(lr: float, muon_lr: float | None) -> str:
+    return f"{lr:g}" if muon_lr is None else f"{lr:g} with muon_lr {muon_lr:g}"
 
 
 def _differs(manifests: Mapping[str, Any], fingerprint: str, steps: Mapping[str, int | None], adapters: Any) -> str:
@@ -185,12 +190,13 @@ def _estimated(
         half, full = (_moved(suite, task, whole, steps, run.seed) for steps in (long // 2, long))
         if not full or not half:
             raise ValueError(
-                f"sigma auto: no parameter moves in {long} steps of ft on {task} at learning rate {whole.lr:g}: "
-                "give another --lr, --precision mixed, or --sigma a number"
+                f"sigma auto: no parameter moves in {long} steps of ft on {task} at learning rate "
+                f"{_rates(whole.lr, whole.muon_lr)}: give another one, --precision mixed, or --sigma a number"
             )
         power = min(1.0, max(0.5, math.log2(full / half) / math.log2(long / (long // 2))))
-        rates = schedules(whole)["lr"]
-        length = sum(float(rates(step)) for step in range(whole.steps)) / (long * whole.lr)
+        name, peak = ("muon_lr", whole.muon_lr) if whole.muon_lr else ("lr", whole.lr)
+        rates = schedules(whole)[name]
+        length = sum(float(rates(step)) for step in range(whole.steps)) / (long * peak)
         squares.append((full * length**power) ** 2)
     update = math.sqrt(math.fsum(squares) / len(squares))
     others = max(1, len(suite.tasks) - 1)
@@ -220,7 +226,7 @@ def _moved(suite: Suite, task: str, training: Training, steps: int, seed: int) -
     if not math.isfinite(moved):
         raise ValueError(
             f"sigma auto: the RMS of the update of {task} is {moved} after {steps} steps of ft at learning rate "
-            f"{training.lr:g}: lower the learning rate"
+            f"{_rates(training.lr, training.muon_lr)}: lower it"
         )
     return moved
 

@@ -161,6 +161,17 @@ def test_a_learning_rate_at_which_a_short_run_diverges_is_named(suite, tmp_path)
         noise_level._moved(suite, "rot90", replace(SIX, lr=1e39), 1, 21)
 
 
+def test_messages_on_rates_and_estimates_take_muons_own(suite, runs, tmp_path):
+    run, muon = RunOptions(tmp_path / "smat", ("rot90",), 21), replace(SIX, lr=0.0, optimizer="muon", muon_lr=0.01)
+    assert 0 < noise_level.settled(suite, SMAT, muon, run)[0].sigma < 1
+    still = r"no parameter moves in 6 steps of ft on rot90 at learning rate 0 with muon_lr 0: give another one"
+    with pytest.raises(ValueError, match=still):
+        noise_level.settled(suite, SMAT, replace(muon, muon_lr=0.0), run)
+    shutil.copytree(runs["ft"], tmp_path / "ft")
+    said = noise_level.settled(suite, SMAT, replace(SIX, optimizer="muon", muon_lr=0.01), run)[1]["from"]
+    assert said.endswith("updates in ft (learning rate 0.0005, here 0.0005 with muon_lr 0.01) at gamma 0.3")
+
+
 def test_an_estimate_is_near_the_update_of_the_whole_run(suite, tmp_path):
     training = Training(steps=20, lr=5e-4)
     run = RunOptions(tmp_path / "smat", ("rot90",), 21)

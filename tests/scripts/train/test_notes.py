@@ -150,6 +150,12 @@ def test_the_headline_says_epochs(suite):
     assert "epochs 5 (x), 3 (y)" in line({"x": 5, "y": 3})
 
 
+def test_the_headline_has_both_rates_of_muon(suite):
+    training = replace(TRAINING, lr=5e-4, optimizer="muon", muon_lr=0.01)
+    line = headline(suite, Finetune(), training, origin="given", seed=0)
+    assert "learning rate 0.0005 (given), muon_lr 0.01 of matrices, 8 steps" in line
+
+
 @pytest.mark.parametrize(
     ("stored", "dtype", "precision", "told"),
     [
