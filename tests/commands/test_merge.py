@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -405,7 +406,8 @@ def test_a_killed_merge_goes_on_and_ends_with_the_same_bytes(hub, call, tmp_path
 
 def test_factors_by_depth_are_coefficients_by_block_in_card_and_recipe(hub, call, tmp_path):
     words = "ta", *inputs(hub), "--coef", 0.5, "--lines", 0.2, 1
-    assert call(*words, "--out", tmp_path / "out")[1] is None
+    said, code = call(*words, "--out", tmp_path / "out")
+    assert (said.startswith(f"merged: {tmp_path / 'out' / 'ta'}, coef by parameter, "), code) == (True, None)
     rules = {"model.layers.0.*": 0.1, "model.layers.1.*": 0.5, "*": 0.1}
     made = tmp_path / "out" / "ta"
     assert json.loads((made / "manifest.json").read_text())["hyperparameters"] == {"coef": 0.5, "coefs": rules}
@@ -459,6 +461,15 @@ def test_chat_templates_by_the_names_that_recipes_have(hub, call, tmp_path):
     assert text == "<|im_start|>user\nHi<|im_end|>\n"
     told = "--chat-template is 'chatML': must be auto, chatml, llama3, alpaca, mistral, a template in Jinja, or a file"
     assert told in call(*words, "--chat-template", "chatML")[1]
+
+
+def test_the_note_on_assumed_settings_leaves_out_those_that_dev_chooses():
+    def said(calibrate):
+        choice = SimpleNamespace(calibrate=calibrate, semantics="paper")
+        return command.assumed_note(SimpleNamespace(merger=Della(), choice=choice), PRESETS["digits"])
+
+    assert said(False).endswith("drop_prob of della is 0.1 (lm: 0.5)")
+    assert said(True) == ""
 
 
 def test_all_after_a_kill_keeps_what_is_done(hub, call, tmp_path):

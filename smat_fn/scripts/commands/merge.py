@@ -351,7 +351,8 @@ def assumed_note(args: Merge, preset: Preset) -> str:
     said = []
     for config in _chosen(args):
         own, other = (vars(resolve(config, given.mergers)) for given in (preset, preset_of("lm")))
-        unlike = {name: value for name, value in own.items() if value != other[name]}
+        chosen = ("keep", "drop_prob") if args.choice.calibrate else ()
+        unlike = {name: value for name, value in own.items() if value != other[name] and name not in chosen}
         said += [f"{name} of {config.name} is {value:g} (lm: {other[name]:g})" for name, value in unlike.items()]
     return f"no expert names a preset, so settings are of digits: {', '.join(said)}" if said else ""
 

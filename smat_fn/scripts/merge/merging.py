@@ -232,8 +232,8 @@ def summary(merged: Mapping[Path, Merged]) -> Iterable[str]:
     """A line for each merged model: its folder, its coefficient and its mean dev score."""
     for folder, model in merged.items():
         coef = "" if model.coef is None else f", coef {model.coef:g}"
-        coef += " and others by block" if model.layers else ""
         coef += f" ({model.edge} of those tried: --widen or --grid tries more)" if model.edge else ""
+        coef += ", then by block" if model.layers else ""
         coef += f", snapshot {model.snapshot}" if model.snapshot else ""
         score = f", dev {fmean(model.dev.values()):.2f}" if model.dev else ""
         yield f"{'kept' if model.kept else 'merged'}: {folder}{coef}{score}"

@@ -223,7 +223,8 @@ def summary(
         return [f"kept: {folder}: {DONE}"]
     said = "" if coef is None else f", coef {coef:g}"
     if coefs and hasattr(config, "coef"):
-        said = ", coef by parameter" if coef is None else f"{said} and others by parameter"
+        # a glob of all parameters leaves none to the merger's own coefficient
+        said = ", coef by parameter" if coef is None or "*" in coefs else f"{said} and others by parameter"
     first = f"merged: {folder}{said}, {rounding(report.rounding_ratio)}"
     if of_all_tasks(config):
         tasks = ", ".join(open_several(folder).scales)

@@ -45,7 +45,7 @@ def test_every_block_gets_the_coefficient_of_the_best_dev_score(config, runs, su
     assert same(checkpoint.load_leaves(tmp_path / "disk" / config.name)[0], found.params)
     (again,) = merge_run([config], base, experts, sweeps=2, **options).values()
     assert again.kept
-    assert " and others by block" in next(iter(merging.summary({tmp_path: again})))
+    assert ", then by block, dev " in next(iter(merging.summary({tmp_path: again})))
     with pytest.raises(ValueError, match=r"holds another merge: its asked\.sweeps is 2"):
         merge_run([config], base, experts, sweeps=1, **options)
 
