@@ -34,10 +34,13 @@ def head_rows(labels: Sequence[int], classes: int, key: Tensor, per_class: int |
     return [place for own in found for place in own[:number]]
 
 
-def fit_head(features: Tensor, labels: Tensor, *, c: float) -> dict[str, Tensor]:
+def fit_head(features: Tensor, labels: Tensor, *, c: float, way: str = "choose a smaller head_c") -> dict[str, Tensor]:
     """Logistic regression ``argmin |W|^2 / (2 c) + sum_i CE(W f_i + b, y_i)``: weight (C, D), bias (C,), float32.
 
-    Of two classes the difference of the rows of W is penalised. Raises: ValueError where no minimum is found.
+    Of two classes the difference of the rows of W is penalised.
+
+    Args: way: the way out that the error names.
+    Raises: ValueError where no minimum is found.
     """
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
@@ -47,9 +50,7 @@ def fit_head(features: Tensor, labels: Tensor, *, c: float) -> dict[str, Tensor]
         try:
             fit = LogisticRegression(C=c, max_iter=10_000).fit(features.double().numpy(), labels.numpy())
         except ConvergenceWarning as warning:
-            raise ValueError(
-                f"the head's fit does not converge at head_c {c:g} ({warning}): choose a smaller one"
-            ) from warning
+            raise ValueError(f"the fit of a head does not converge with c = {c:g} ({warning}): {way}") from warning
     weight, bias = fit.coef_, fit.intercept_
     if len(weight) == 1:  # of two classes the difference of their logits alone
         weight, bias = (np.concatenate((-x / 2, x / 2)) for x in (weight, bias))
@@ -134,5 +135,5 @@ def _of_texts(model: Clip, tokens: Mapping[str, Tensor], classes: int) -> dict[s
 def _of_images(model: ImageClassifier, few: Tensor, labels: Tensor) -> dict[str, Any]:
     table = pixels.value_table(model.processor)
     features = torch.cat([model.features(pixels.look_up(table, part)).cpu() for part in few.split(_TOGETHER)])
-    head = fit_head(features, labels, c=_C)
+    head = fit_head(features, labels, c=_C, way="give other training rows, or another encoder")
     return {"head": pack((head["weight"], head["bias"]), "c *")[0]}

@@ -3,12 +3,16 @@
 import json
 import shutil
 import sys
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.linear_model import LogisticRegression
 
 from smat_fn import checkpoint, grad, random, tree
 from smat_fn.config import PRESETS, Finetune, Fisher, RegMean, TaskArithmetic, Training
@@ -198,6 +202,20 @@ def test_a_head_is_where_its_penalised_loss_has_no_slope():
             error = torch.stack((torch.zeros_like(error[:, 0]), error[:, 1]), 1)
         torch.testing.assert_close(weight / 3.0 + error.T @ features, torch.zeros_like(weight), rtol=0, atol=5e-3)
         torch.testing.assert_close(error.sum(0), torch.zeros(classes, dtype=torch.float64), rtol=0, atol=5e-3)
+
+
+def test_the_error_of_a_head_that_cannot_be_fitted_names_an_option_where_there_is_one(monkeypatch):
+    def warns(*_):
+        warnings.warn("lbfgs failed", ConvergenceWarning, stacklevel=1)
+
+    monkeypatch.setattr(LogisticRegression, "fit", warns)
+    values, labels = torch.eye(2), torch.tensor([0, 1])
+    with pytest.raises(ValueError, match=r"not converge with c = 3 \(lbfgs failed\): choose a smaller head_c"):
+        heads.fit_head(values, labels, c=3.0)
+    pixels = SimpleNamespace(value_table=lambda _: None, look_up=lambda _, part: part)
+    monkeypatch.setattr(heads, "pixels", pixels)
+    with pytest.raises(ValueError, match=r"with c = 10 \(lbfgs failed\): give other training rows, or another encoder"):
+        heads._of_images(SimpleNamespace(processor=None, features=lambda part: part), values, labels)
 
 
 def test_a_head_takes_the_first_rows_of_every_class_in_a_random_order():
