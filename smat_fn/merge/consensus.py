@@ -62,6 +62,7 @@ class Consensus(Merger):
     """Consensus TA: task arithmetic without the coordinates that too few experts need."""
 
     name = "consensus"
+    same_on_gpu = True
     semantics: ClassVar = {"mergekit": UNKNOWN}
     ratio: float
     """An expert needs a coordinate if its change exceeds this factor times the sum of the others' changes."""

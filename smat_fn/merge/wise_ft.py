@@ -26,6 +26,7 @@ class WiseFt(Merger):
     """WiSE-FT: base + coef * the task vector of one expert."""
 
     name = "wise_ft"
+    same_on_gpu = True
     coef: float | None = None
     """gamma, 0 gives the base, 1 the expert. Presets have none: set it, or use --search."""
 
