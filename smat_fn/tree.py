@@ -433,9 +433,15 @@ def check_finite(leaves: Mapping[str, Tensor], name: str) -> None:
     problems = [
         f"parameter {path!r} of {name} holds {int((~leaf.isfinite()).sum())} values that are NaN or infinite"
         for path, leaf in leaves.items()
-        if leaf.is_floating_point() and not bool(leaf.isfinite().all())
+        if leaf.is_floating_point() and not is_finite(leaf)
     ]
     raise_problems(shortened(problems, f"{{}} more parameters of {name} hold such values"))
+
+
+def is_finite(leaf: Tensor) -> bool:
+    """Whether all values are finite."""
+    # a sum keeps what is not, in a tenth of the time or less; that of finite values may be infinite. None of eight bits
+    return (leaf.itemsize > 1 and bool(leaf.sum().isfinite())) or bool(leaf.isfinite().all())
 
 
 def compute_dtype(*leaves: Tensor) -> torch.dtype:

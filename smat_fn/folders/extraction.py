@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .. import __version__, checkpoint, errors
+from .. import __version__, checkpoint, errors, tree
 from ..merge.around.low_rank import low_rank, remainder, square
 from .files import digests
 from .inputs.adapters import CONFIG, PREFIX, WEIGHTS, stored_halves
@@ -299,7 +299,7 @@ def _named(module: str, left: Tensor, right: Tensor, kind: str, rank: int) -> di
 
 def _delta(path: str, base: Folder, expert: Folder) -> Tensor:
     delta = expert.leaf(path).float() - base.leaf(path).float()
-    if not bool(delta.isfinite().all()):
+    if not tree.is_finite(delta):
         raise ValueError(
             f"parameter {path!r} holds values that are NaN or infinite in base or the expert: nothing is written"
         )

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from .. import checkpoint, errors
+from .. import checkpoint, errors, tree
 from ..merge.emr import added, magnitudes
 from ..merge.parts import arithmetic
 from ..merge.parts.arithmetic import zeroed
@@ -222,7 +222,7 @@ def _blocks(job: Job, shard: Shard, descriptor: int) -> Iterator[Callable[[], tu
         if not finite(deltas):
             refuse_values(job, path, deltas)
         vector, masks = config.shared(deltas)
-        if not bool(vector.isfinite().all()):
+        if not tree.is_finite(vector):
             raise ValueError(f"parameter {path!r}: the merged vector exceeds the range of {dtype}")
         write_chunk(descriptor, vector, shard.offsets[f"vector/{path}"] + start * vector.itemsize)
         sums: list[float] = []

@@ -117,12 +117,9 @@ def _agreeing(deltas: Sequence[Tensor], sign: Tensor, *, mean: bool) -> Tensor:
 def ties_density(base: Params, experts: Experts, *, keep: float, scope: Scope = "global") -> dict[str, float]:
     """The fraction of coordinates that `ties` keeps of each expert: more than ``keep`` where magnitudes are equal."""
     start, flat = check(base, experts, type_problems(keep=keep) or _problems(keep, scope))
-    cuts = _cuts(InMemory(start, flat), keep, scope)
-    kept, size = [0] * len(flat), 0
-    for piece in pieces(start, flat):
-        size += piece.deltas[0].numel()
-        kept = [count + int(mask.sum()) for count, mask in zip(kept, _kept(piece, cuts), strict=True)]
-    return {name: count / max(size, 1) for name, count in zip(flat, kept, strict=True)}
+    size = sum(leaf.numel() for leaf in start.values() if leaf.is_floating_point())
+    _, kept = _cuts(InMemory(start, flat), keep, scope)
+    return {name: count / max(size, 1) for name, count in kept.items()}
 
 
 def _problems(keep: float, scope: str) -> list[str]:
@@ -130,34 +127,36 @@ def _problems(keep: float, scope: str) -> list[str]:
     return problems + ([] if scope in ("global", "tensor") else [f"scope is {scope!r}, must be 'global' or 'tensor'"])
 
 
-def _cuts(leaves: InMemory, keep: float, scope: Scope, densities: Numbers = NONE) -> Cuts:
-    """One cut for every floating-point leaf and, in their order, every expert."""
+def _cuts(leaves: InMemory, keep: float, scope: Scope, densities: Numbers = NONE) -> tuple[Cuts, dict[str, int]]:
+    """One cut for every floating-point leaf and, in their order, every expert; the coordinates that each one keeps."""
     paths = [path for path in leaves.coefs if leaves.base[path].numel()]
     groups = [[path] for path in paths] if scope == "tensor" else [paths] if paths else []
     cuts: dict[str, list[Cut]] = {path: [] for path in paths}
+    kept = dict.fromkeys(leaves.trees, 0)
     for name in leaves.trees:
         shares = [number(densities, name, group[0], keep) for group in groups]
         tasks = (partial(_cut, leaves, name, *each, scope) for each in zip(groups, shares, strict=True))
         # threads share the coordinates of a single group
         own = in_order(tasks, leaves.workers if scope == "tensor" else 1)
-        for group, cut in zip(groups, own, strict=True):
+        for group, (cut, count) in zip(groups, own, strict=True):
+            kept[name] += count
             for path in group:
                 cuts[path].append(cut)
-    return cuts
+    return cuts, kept
 
 
-def _cut(leaves: InMemory, name: str, group: Sequence[str], share: float, scope: Scope) -> Cut:
-    """The cut of some leaves of one expert."""
+def _cut(leaves: InMemory, name: str, group: Sequence[str], share: float, scope: Scope) -> tuple[Cut, int]:
+    """The cut of some leaves of one expert, and how many coordinates it keeps."""
     ranked = leaves.ranks(name, group, leaves.workers if scope == "global" else 1) if share else None
     if ranked is not None:
         size, count = ranked.size, int(ranked.size * share)
         if scope == "global":
             (order,) = orders_by_loops(ranked, [max(size - count, 1)])
-            return Cut(value_of(order.bits, torch.float32), None)
+            return Cut(value_of(order.bits, torch.float32), None), size - order.below
         (order,) = orders_by_loops(ranked, [size - max(count, 1) + 1])
         wanted = max(count, 1) - (size - order.below - order.equal)  # of the equal magnitudes
         last = None if wanted == order.equal else looped_ranks.position(ranked, order.bits, wanted)
-        return Cut(value_of(order.bits, torch.float32), last)
+        return Cut(value_of(order.bits, torch.float32), last), max(count, 1)
     dtypes = {path: compute_dtype(path, leaves.base, leaves.trees) for path in group}
     magnitudes = _magnitudes({path: leaves.base[path] for path in group}, leaves.trees[name], dtypes)
     if scope == "tensor" and magnitudes.isnan().any():  # the exact count has no last coordinate then
@@ -166,7 +165,7 @@ def _cut(leaves: InMemory, name: str, group: Sequence[str], share: float, scope:
             "find them by smat_fn.tree.check_finite, in base too"
         )
     if not share:
-        return Cut(value_of(INFINITE[magnitudes.dtype], magnitudes.dtype), None)
+        return Cut(value_of(INFINITE[magnitudes.dtype], magnitudes.dtype), None), 0
     return (_exact if scope == "tensor" else _threshold)(magnitudes, int(magnitudes.numel() * share))
 
 
@@ -185,17 +184,14 @@ def _magnitudes(leaves: Leaves, expert: Leaves, dtypes: Mapping[str, torch.dtype
     return out
 
 
-def _threshold(magnitudes: Tensor, count: int) -> Cut:
-    return Cut(value_of(order_of(magnitudes, max(magnitudes.numel() - count, 1)).bits, magnitudes.dtype), None)
+def _threshold(magnitudes: Tensor, count: int) -> tuple[Cut, int]:
+    order = order_of(magnitudes, max(magnitudes.numel() - count, 1))
+    return Cut(value_of(order.bits, magnitudes.dtype), None), magnitudes.numel() - order.below
 
 
-def _exact(magnitudes: Tensor, count: int) -> Cut:
+def _exact(magnitudes: Tensor, count: int) -> tuple[Cut, int]:
     order, last = largest(magnitudes, max(count, 1))
-    return Cut(value_of(order.bits, magnitudes.dtype), last)
-
-
-def _kept(piece: Piece, cuts: Cuts) -> list[Tensor]:
-    return [_keeps(delta, piece.start, cut) for delta, cut in zip(piece.deltas, cuts[piece.path], strict=True)]
+    return Cut(value_of(order.bits, magnitudes.dtype), last), max(count, 1)
 
 
 def _keeps(delta: Tensor, start: int, cut: Cut) -> Tensor:
@@ -282,7 +278,7 @@ class Ties(Sparse):
 
     def prepare(self, leaves: InMemory) -> None:
         keep, scope, densities = self.trimming()
-        leaves.cuts = _cuts(leaves, keep, scope, densities)
+        leaves.cuts, _ = _cuts(leaves, keep, scope, densities)
         if scope == "global" and not self.special():
             net = _net(leaves)
             leaves.majority = (net > 0) - (net < 0)

@@ -250,6 +250,15 @@ def test_check_floating_lists_every_other_leaf():
 _NAMES = ("int64", "complex64", "bool")
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e5m2])
+def test_what_is_not_finite_is_found_among_numbers_whose_sum_exceeds_the_dtype(dtype):
+    most = torch.finfo(dtype).max
+    for values, finite in (([most] * 5, True), ([most, -most, 1.0], True), ([most, math.inf, -math.inf], False)):
+        assert tree.is_finite(torch.tensor(values, dtype=torch.float64).to(dtype)) == finite
+    assert not tree.is_finite(torch.tensor([1.0, math.nan]).to(dtype))
+    assert tree.is_finite(torch.zeros(0).to(dtype))
+
+
 def test_check_finite_counts_the_bad_values():
     tree.check_finite({"a": t(2), "i": t(1).long(), "e": t(0)}, "base")
     bad = {"a": torch.tensor([1.0, math.nan, math.inf]), "b": torch.tensor(-math.inf), "c": t(1)}

@@ -278,9 +278,9 @@ def _kept(job: Job, path: str) -> Iterator[Callable[[], Written]]:
 
     def copy(start: int, stop: int) -> Written:
         values = whole.read(path, start, stop)
-        if not bool(values.isfinite().all()):
+        if not tree.is_finite(values):
             raise ValueError(f"parameter {path!r} of {whole.label} holds values that are NaN or infinite")
-        if not bool((narrow := values.to(out)).isfinite().all()):
+        if not tree.is_finite(narrow := values.to(out)):
             raise _too_wide(path, out)
         return Written(start, narrow)
 

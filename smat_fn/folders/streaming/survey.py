@@ -12,6 +12,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from ... import tree
 from ...checkpoint import STATISTICS
 from ...merge.parts import arithmetic, looped_ranks
 from ...merge.parts.arithmetic import add, gram_sum, products
@@ -125,7 +126,7 @@ class Survey:
         if path not in store.names:
             return None
         leaf = store.get_tensor(path)
-        if not all(bool(part.isfinite().all()) for part in leaf.reshape(-1).split(arithmetic.BLOCK)):
+        if not all(map(tree.is_finite, leaf.reshape(-1).split(arithmetic.BLOCK))):
             raise ValueError(f"parameter {path!r} of {file} holds values that are NaN or infinite: compute it again")
         return leaf
 

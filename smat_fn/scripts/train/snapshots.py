@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ... import checkpoint, errors, machine
+from ... import checkpoint, errors, machine, tree
 from ...parallel import World
 from ..merge.finished import flat
 from ..merge.inputs import manifest_of
@@ -296,7 +296,7 @@ class Saver:
         # a folder, for `checkpoint.sweep`: safetensors writes to a random name beside the file that it is given
         fresh = self.path.with_name(f".{self.path.name}.new-{os.getpid()}")
         try:
-            if not all(bool(t.isfinite().all()) for t in tensors.values()):
+            if not all(map(tree.is_finite, tensors.values())):
                 return  # the loss is reported; the previous checkpoint stays
             fresh.mkdir(parents=True, exist_ok=True)
             crc, file = _crc(facts, tensors, tensors.__getitem__), fresh / self.path.name
