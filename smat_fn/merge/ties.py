@@ -16,7 +16,7 @@ from .parts import looped, looped_ranks
 from .parts.arithmetic import add, zeroed
 from .parts.chunks import CHUNK, Piece, compute_dtype, delta_of, pieces
 from .parts.inputs import Experts, Leaves, check, type_problems
-from .parts.merger import Cut, InMemory, Mapped, Rule, Trimming, merged, orders_by_loops, vector_function
+from .parts.merger import Cut, InMemory, Mapped, Rule, Trimming, merged, orders_by_loops, read_best, vector_function
 from .parts.per_expert import NONE, Numbers, Own, Sparse, Sparsify, number
 from .parts.ranks import INFINITE, largest, order_of, value_of
 from .parts.windows import Read, in_order
@@ -118,7 +118,7 @@ def ties_density(base: Params, experts: Experts, *, keep: float, scope: Scope = 
     """The fraction of coordinates that `ties` keeps of each expert: more than ``keep`` where magnitudes are equal."""
     start, flat = check(base, experts, type_problems(keep=keep) or _problems(keep, scope))
     size = sum(leaf.numel() for leaf in start.values() if leaf.is_floating_point())
-    _, kept = _cuts(InMemory(start, flat), keep, scope)
+    _, kept = read_best(start, flat, None, lambda leaves: _cuts(leaves, keep, scope))
     return {name: count / max(size, 1) for name, count in kept.items()}
 
 

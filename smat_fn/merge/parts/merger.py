@@ -360,6 +360,17 @@ def merged_leaves(config: Merger, leaves: InMemory, coef: float | None) -> tuple
     return done, vector_by_rule(rule, rest, leaves.trees, leaves.key)
 
 
+def read_best(
+    base: Leaves, experts: Mapping[str, Leaves], key: Tensor | None, fn: Callable[[InMemory], Value]
+) -> Value:
+    """``fn`` of trees in memory, read by compiled loops where that is worth their start and all values are finite."""
+    weights = sum(leaf.numel() for leaf in base.values() if leaf.is_floating_point()) * len(experts)
+    if weights >= WORTH * (1 if execution.started() else 4) and not execution.transformed():
+        with suppress(NotFinite):
+            return fn(InMemory(base, experts, key=key, by_loops=True))
+    return fn(InMemory(base, experts, key=key))
+
+
 def checked_leaves(
     config: Merger,
     base: Params,
@@ -378,11 +389,7 @@ def checked_leaves(
     raise_problems(config.size_problems(start, len(flat)))
     if config.random or config.trimming() is not None:
         raise_problems(tied_problems(start))
-    weights = sum(leaf.numel() for leaf in start.values() if leaf.is_floating_point()) * len(flat)
-    if weights >= WORTH * (1 if execution.started() else 4) and not execution.transformed():
-        with suppress(NotFinite):
-            return merged_leaves(config, InMemory(start, flat, key=key, by_loops=True), coef)
-    return merged_leaves(config, InMemory(start, flat, key=key), coef)
+    return read_best(start, flat, key, lambda leaves: merged_leaves(config, leaves, coef))
 
 
 def option_problems(config: Merger) -> list[str]:
