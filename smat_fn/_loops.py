@@ -879,6 +879,34 @@ def sampled(sources, size, offset, step, out):  # type: ignore[no-untyped-def]
     return found
 
 
+@inlined
+def _found(sizes, n, low, high, flags, hits, found):  # type: ignore[no-untyped-def]
+    """Writes those of n numbers, at most a tile, that lie between two others, from ``found`` on.
+
+    Returns: how many are below low, equal to low, equal to high; where the next one will be written.
+    """
+    start, width = uint32(low + uint32(1)), uint32(high - low - uint32(1))
+    under, lows, highs = uint32(0), uint32(0), uint32(0)
+    for j in range(n):
+        under = uint32(under + uint32(sizes[j] < low))
+        lows = uint32(lows + uint32(sizes[j] == low))
+        highs = uint32(highs + uint32(sizes[j] == high))
+    for j in range(n, uint64(TILE)):
+        sizes[j] = uint32(0xFFFFFFFF)
+    for column in range(COLUMNS):
+        flags[column] = uint32(0)
+    for row in range(uint64(0), uint64(TILE), COLUMNS):
+        for column in range(COLUMNS):
+            inside = uint32(uint32(sizes[row + column] - start) < width)
+            flags[column] = uint32(flags[column] | inside)
+    for column in range(COLUMNS):
+        if flags[column]:
+            for j in range(column, uint64(TILE), COLUMNS):
+                hits[found] = sizes[j]
+                found += uint64(uint32(sizes[j] - start) < width)
+    return int64(under), int64(lows), int64(highs), found
+
+
 @jit
 def between(sources, size, low, high, hits):  # type: ignore[no-untyped-def]
     """Finds the magnitudes of a task vector that lie between two others.
@@ -887,33 +915,52 @@ def between(sources, size, low, high, hits):  # type: ignore[no-untyped-def]
     Returns: how many are below low, equal to low, found and equal to high; the largest of all.
     """
     sizes, origin, flags = np.empty(TILE, np.uint32), np.empty(TILE, np.float32), np.empty(COLUMNS, np.uint32)
-    start, width = uint32(low + uint32(1)), uint32(high - low - uint32(1))
     below, at_low, found, at_high, largest = int64(0), int64(0), uint64(0), int64(0), uint32(0)
     first, end = uint64(0), uint64(size)
     while first < end:
         n = min(uint64(TILE), end - first)
         largest = max(largest, _sizes(sources, first, n, origin, sizes))
-        under, lows, highs = uint32(0), uint32(0), uint32(0)
-        for j in range(n):
-            under = uint32(under + uint32(sizes[j] < low))
-            lows = uint32(lows + uint32(sizes[j] == low))
-            highs = uint32(highs + uint32(sizes[j] == high))
-        below, at_low, at_high = below + int64(under), at_low + int64(lows), at_high + int64(highs)
-        for j in range(n, uint64(TILE)):
-            sizes[j] = uint32(0xFFFFFFFF)
-        for column in range(COLUMNS):
-            flags[column] = uint32(0)
-        for row in range(uint64(0), uint64(TILE), COLUMNS):
-            for column in range(COLUMNS):
-                inside = uint32(uint32(sizes[row + column] - start) < width)
-                flags[column] = uint32(flags[column] | inside)
-        for column in range(COLUMNS):
-            if flags[column]:
-                for j in range(column, uint64(TILE), COLUMNS):
-                    hits[found] = sizes[j]
-                    found += uint64(uint32(sizes[j] - start) < width)
+        under, lows, highs, found = _found(sizes, n, low, high, flags, hits, found)
+        below, at_low, at_high = below + under, at_low + lows, at_high + highs
         first += n
     return below, at_low, found, at_high, largest
+
+
+@jit
+def among(sources, start, size, length, factors, limits, hits, counts):  # type: ignore[no-untyped-def]
+    """Finds the numbers that lie between two others, as integers of their order.
+
+    Args: sources: of the numbers, or two whose differences have magnitudes that are multiplied by a number a row;
+        start: of them in their leaf; length, factors: of rows, and float32; limits: uint32 (n, 2), low < high, whose
+        numbers are counted and written to hits, uint32 (n, size + 1), and counts, int64 (n, 4), as by `between`.
+    """
+    keys, flags, first, end = np.empty(TILE, np.uint32), np.empty(COLUMNS, np.uint32), uint64(0), uint64(size)
+    one, two = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    counts[:] = 0
+    while first < end:
+        n = min(uint64(TILE), end - first)
+        _load(sources, 0, first, n, one)
+        if len(sources) > 1:
+            _load(sources, 1, first, n, two)
+            done = uint64(0)
+            while done < n:
+                place = uint64(start) + first + done
+                stop = min(n, done + uint64(length) - place % uint64(length))
+                factor = factors[place // uint64(length)]
+                for j in range(done, stop):
+                    one[j] = abs(two[j] - one[j]) * factor
+                done = stop
+        for j in range(n):
+            word = float32(one[j]).view(np.uint32)
+            keys[j] = uint32(word ^ (uint32(0xFFFFFFFF) if word >= uint32(0x80000000) else uint32(0x80000000)))
+        for k in range(len(limits)):
+            found = uint64(counts[k, 2])
+            under, lows, highs, found = _found(keys, n, limits[k, 0], limits[k, 1], flags, hits[k], found)
+            counts[k, 0] += under
+            counts[k, 1] += lows
+            counts[k, 2] = int64(found)
+            counts[k, 3] += highs
+        first += n
 
 
 @jit
@@ -1204,6 +1251,69 @@ def _clamped(row, n, most, out):  # type: ignore[no-untyped-def]
 
 
 @jit
+def balance(sources, bounds, less, exponents, products):  # type: ignore[no-untyped-def]
+    """The arguments of the exponential and of the hyperbolic tangent in PCB.
+
+    Args: sources: of task vectors; bounds: float64 (experts, 4), low and high first; less: a number to subtract;
+        exponents, products: float64 (experts, size), are written to.
+    Returns: the largest magnitude of a task vector, as bits.
+    """
+    count, size = exponents.shape
+    row, total, first, largest = np.empty(TILE, np.float32), np.empty(TILE, np.float64), uint64(0), uint32(0)
+    while first < uint64(size):
+        n = min(uint64(TILE), uint64(size) - first)
+        for i in range(count):
+            low, high, own, products_of = bounds[i, 0], bounds[i, 1], exponents[i, first:], products[i, first:]
+            width = high - low if high > low else np.inf
+            _load(sources, i, first, n, row)
+            for j in range(n):
+                delta = float64(row[j])
+                largest = max(largest, _size(row[j]))
+                products_of[j] = delta
+                total[j] = total[j] + delta if i else delta
+                value = abs(delta)
+                value = low if value < low else value
+                value = high if value > high else value
+                value = (value - low) / width
+                own[j] = (value * value - less) * count
+        for i in range(count):
+            products_of = products[i, first:]
+            for j in range(n):
+                products_of[j] *= total[j]
+        first += n
+    return largest
+
+
+@jit
+def balanced(sources, bounds, exponentials, tangents, out):  # type: ignore[no-untyped-def]
+    """PCB's mean of task vectors by what stands out in each. Args: as `balance`'s; out: float32 (size,)."""
+    count, size = exponentials.shape
+    row, first = np.empty(TILE, np.float32), uint64(0)
+    merged, total = np.empty(TILE, np.float64), np.empty(TILE, np.float64)
+    while first < uint64(size):
+        n = min(uint64(TILE), uint64(size) - first)
+        for i in range(count):
+            low, high, floor, top = bounds[i, 0], bounds[i, 1], bounds[i, 2], bounds[i, 3]
+            own, other, width = exponentials[i, first:], tangents[i, first:], top - floor if top > floor else np.inf
+            _load(sources, i, first, n, row)
+            for j in range(n):
+                delta = float64(row[j])
+                value = abs(delta)
+                value = low if value < low else value
+                value = high if value > high else value
+                scale = (float64(float32(own[j] * other[j])) - floor) / width
+                scale = 0.0 if scale < 0 else scale
+                value = value * (float64(delta > 0) - float64(delta < 0)) * scale
+                merged[j] = merged[j] + value if i else value
+                total[j] = total[j] + scale if i else scale
+        rest = out[first:]
+        for j in range(n):
+            divisor = 1e-12 if total[j] < 1e-12 else total[j]
+            rest[j] = merged[j] / divisor
+        first += n
+
+
+@jit
 def counted(sources, size, threshold, counts):  # type: ignore[no-untyped-def]
     """Coordinates that each expert changes by more than the threshold: with others, then alone.
 
@@ -1297,6 +1407,33 @@ def averaged(sources, size, weights, divisor, line, target):  # type: ignore[no-
         for j in range(n):
             change[j] = merged[j] - origin[j]
         written = max(written, _write(merged, n, change, target, first, error, sums))
+        first += n
+    return sums[0].sum(), sums[1].sum(), largest, written
+
+
+@jit
+def fused(sources, start, size, length, divergences, threshold, coef, target):  # type: ignore[no-untyped-def]
+    """Arcee Fusion. Args and returns: as `averaged`'s; start: of the window in its leaf.
+
+    Args: length: of a row; divergences: float32, one a row; threshold: of the importance.
+    """
+    origin, one, two = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    change, error, sums = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.zeros((2, 64))
+    largest, written, first, end = uint32(0), uint32(0), uint64(0), uint64(size)
+    while first < end:
+        place = uint64(start) + first
+        row, left = place // uint64(length), uint64(length) - place % uint64(length)
+        n, divergence = min(uint64(TILE), end - first, left), divergences[row]
+        _load(sources, 0, first, n, origin)
+        _load(sources, 1, first, n, one)
+        _load(sources, 2, first, n, two)
+        for j in range(n):
+            largest = max(largest, max(_size(one[j]), _size(two[j])))
+            delta = two[j] - one[j]
+            factor = coef if abs(delta) * divergence >= threshold else float32(0)
+            one[j] = delta * factor + one[j]
+            change[j] = one[j] - origin[j]
+        written = max(written, _write(one, n, change, target, first, error, sums))
         first += n
     return sums[0].sum(), sums[1].sum(), largest, written
 

@@ -321,6 +321,13 @@ MUTANTS = [
         ("start, count = start + size, count - int(met)", "start = start + size"),
     ),
     *_of(
+        "merge/parts/sampled.py",
+        ("rank + 1 for _ in sample", "rank for _ in sample"),
+        ("(p - c.below - c.at_low)", "p"),
+        ("rows[skipped : skipped", "rows[: "),
+        ("len(known) == len(places)", "known"),
+    ),
+    *_of(
         "merge/parts/chunks.py",
         ("leaf.to(start.device).to(dtype) - start.to(dtype)", "start.to(dtype) - leaf.to(start.device).to(dtype)"),
         ("return shape[-1] if shape else 1", "return shape[0] if shape else 1"),
@@ -428,7 +435,21 @@ MUTANTS = [
     *_of("_loops.py:_clamped", ("row[j] > -most else -most", "row[j] > most else -most")),
     *_of("_loops.py:counted", ("several[j] > 1", "several[j] > 0")),
     *_of("_loops.py:norms_of_task", ("after[end - begin :] = 0", "pass")),
-    *_of("_loops.py:between", ("under + uint32(sizes[j] < low)", "under + uint32(sizes[j] <= low)")),
+    *_of("_loops.py:_found", ("under + uint32(sizes[j] < low)", "under + uint32(sizes[j] <= low)")),
+    *_of(
+        "_loops.py:among", ("place % uint64(length)", "first % uint64(length)"), ("word >= uint32(0x80000000)", "False")
+    ),
+    *_of("_loops.py:balance", ("total[j] + delta if i", "delta if i"), ("value * value - less", "value * value")),
+    *_of(
+        "_loops.py:balanced",
+        ("scale = 0.0 if scale < 0 else scale", "pass"),
+        ("float64(float32(own[j] * other[j]))", "own[j] * other[j]"),
+    ),
+    *_of(
+        "_loops.py:fused",
+        ("abs(delta) * divergence >= threshold", "abs(delta) * divergence > threshold"),
+        ("max(_size(one[j]), _size(two[j]))", "_size(two[j])"),
+    ),
     *_of("_loops.py:nth_equal", ("if met == left:", "if met > left:")),
     *_of("_loops.py:_half_16", ("0x38800000", "0x38000000")),
     *_of(
@@ -548,7 +569,8 @@ MUTANTS = [
         "merge/arcee_fusion.py",
         ("second + 1.5 * (third - first)", "second + 0.5 * (third - first)"),
         ("(two - one).mul_(keep)", "(one - two).mul_(keep)"),
-        ("in (two, one)]", "in (one, two)]"),
+        ("zip(two.split(rows), one.split(rows)", "zip(one.split(rows), two.split(rows)"),
+        ("if len(terms) > 1 else", "if True else"),
     ),
     *_of(
         "merge/cart.py",
@@ -596,7 +618,9 @@ MUTANTS = [
     *_of(
         "merge/pcb.py",
         ("inside.mul_(len(deltas))", "inside"),
-        ("deltas * add(deltas)", "add(deltas)"),
+        ("delta * total", "total"),
+        ("if len(deltas) > _EXPERTS:", "if False:"),
+        ("1.0 if len(deltas) > _EXPERTS else 0.0", "0.0"),
         ("int(size * (1 - clip) - 1)", "int(size * (1 - clip))"),
     ),
     *_of(

@@ -40,6 +40,7 @@ TESTS = {
     "merge/parts/arithmetic.py:gram_memory": "tests/merge/test_arithmetic.py",
     "merge/parts/windows.py": "tests/merge/test_loops.py",
     "merge/parts/looped_ranks.py": "tests/merge/test_loops.py",
+    "merge/parts/sampled.py": "tests/merge/test_loops.py",
     "simulation/state.py:check_max_norm": "tests/optim/test_chain.py",
     "_loops.py": "tests/folders/test_loops.py",
     "_loops.py:packed": "tests/ops/test_loops.py",

@@ -1,31 +1,38 @@
 """PCB-Merging: coordinates weighted by how large they are in their expert, and how far experts agree on them."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import ClassVar, NamedTuple
+from functools import partial
+from types import ModuleType
+from typing import Any, ClassVar, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
+from ..execution import array, loops_for, started
 from ..types import Params
 from .parts import arithmetic
-from .parts.arithmetic import add, largest
+from .parts.arithmetic import add, divided, largest
 from .parts.chunks import Piece
 from .parts.inputs import Experts
+from .parts.looped import INFINITE, sources
 from .parts.merger import UNKNOWN, WIDE, Mapped, Merger, Rule, merged, vector_function
-from .parts.ranks import BINS, ordered
+from .parts.ranks import BINS
+from .parts.sampled import Counter, ordered, step_of
 
 _EXPERTS = 88  # the largest N whose exp(N) is below infinity in float32
+CACHED = 1 << 16  # coordinates over all experts
 
 
 class Bounds(NamedTuple):
-    """Bounds of every expert over all of its coordinates, each of shape (experts, 1) in float64."""
+    """Bounds of one expert over all of its coordinates."""
 
-    low: Tensor  # magnitudes are clamped to [low, high]
-    high: Tensor
-    floor: Tensor  # β at or below it counts as 0
-    top: Tensor  # the largest β
+    low: float  # magnitudes are clamped to [low, high]
+    high: float
+    floor: float = 0.0  # β at or below it counts as 0
+    top: float = 0.0  # the largest β
 
 
 def pcb(base: Params, experts: Experts, *, coef: float, ratio: float = 0.1, clip: float = 1e-4) -> Params:
@@ -56,50 +63,104 @@ def pcb(base: Params, experts: Experts, *, coef: float, ratio: float = 0.1, clip
     return merged(Pcb, **locals())
 
 
-def fuse(piece: Piece, bounds: Bounds) -> Tensor:
-    """The merged vector of a chunk."""
-    deltas, dtype = torch.stack(piece.deltas).double(), piece.deltas[0].dtype
-    bounds = Bounds(*(bound.to(deltas.device) for bound in bounds))
-    scales = _share(_balance(deltas, bounds, dtype).double(), bounds.floor, bounds.top).clamp_(min=0)
-    clamped = deltas.abs().clamp_(bounds.low, bounds.high).mul_(deltas.sign())
-    total = add(scales).clamp_(min=1e-12)
-    return add(clamped.mul_(scales)).div_(total).to(dtype)
+def fuse(piece: Piece, bounds: Sequence[Bounds]) -> Tensor:
+    """The merged vector of a chunk. Args: bounds: of every expert."""
+    return torch.cat([_fused(deltas, bounds) for deltas in _cached(piece.deltas)])
 
 
-def bounds_of(blocks: Callable[[], Iterable[list[Tensor]]], ratio: float, clip: float) -> Bounds:
-    """The bounds of task vectors that are never in memory together, exact: ``blocks()`` gives them anew each time."""
-    size, wide, count = 0, False, 0
-    for deltas in blocks():
-        size, count = size + deltas[0].numel(), len(deltas)
-        wide |= deltas[0].dtype == torch.float64
-    if not size:
-        return Bounds(*torch.zeros(4, count, 1, dtype=torch.float64))
-    dtype = torch.float64 if wide else torch.float32
+def bounds_of(leaves: Mapped, ratio: float, clip: float) -> list[Bounds]:
+    """The bounds of every expert, exact; task vectors are read three times, and never in memory together."""
+    if not (size := sum(leaves.shape(path).numel() for path in leaves.coefs)):
+        return []
+    step = step_of(size)
+    some = list(leaves.each_block(lambda block: [delta[::step].clone() for delta in block.deltas], leaves.coefs))
+    wide = max((deltas[0].dtype for deltas in some), key=lambda dtype: dtype.itemsize)
+
+    def ends(write: Callable[[Sequence[Tensor], Tensor], object], *places: int) -> list[list[float]]:
+        def rows(deltas: Sequence[Tensor]) -> Tensor:
+            out = torch.empty(len(deltas), len(deltas[0]), dtype=wide, device=deltas[0].device)
+            write(deltas, out)
+            return out
+
+        def over(count: Counter) -> Iterator[Any]:
+            return leaves.each_block(lambda block: count(rows(block.deltas)), leaves.coefs)
+
+        return torch.cat(ordered(over, places, size, torch.cat(list(map(rows, some)), 1)), 1).tolist()
+
     first = int(size * clip)
-    ranks = [first, max(first, int(size * (1 - clip) - 1))]
-    low, high = ordered(lambda: (torch.stack(d).abs().to(dtype) for d in blocks()), ranks)
-    partial = Bounds(low, high, low, high)
-
-    def betas() -> Iterator[Tensor]:  # each rounded to its leaf's dtype, as in `fuse`: floor and top are among those
-        for deltas in blocks():
-            yield _balance(torch.stack(deltas).double(), partial, deltas[0].dtype).to(dtype)
-
-    floor, top = ordered(betas, [min(int(size * (1 - ratio)), size - 1), size - 1])
-    return Bounds(low, high, floor, top)
+    found = [Bounds(*pair) for pair in ends(_sizes, first, max(first, int(size * (1 - clip) - 1)))]
+    ends_of_beta = ends(partial(_betas, bounds=found), min(int(size * (1 - ratio)), size - 1), size - 1)
+    return [own._replace(floor=floor, top=top) for own, (floor, top) in zip(found, ends_of_beta, strict=True)]
 
 
-def _balance(deltas: Tensor, bounds: Bounds, dtype: torch.dtype) -> Tensor:
-    """β of every expert (experts, n), of task vectors in float64."""
-    inside = _share(deltas.abs().clamp_(bounds.low, bounds.high), bounds.low, bounds.high).square_()
-    if len(deltas) > _EXPERTS:  # β exp(-N): a factor of all β is not in s
-        inside -= 1
-    return inside.mul_(len(deltas)).exp_().mul_((deltas * add(deltas)).tanh_()).to(dtype)
+def _fused(deltas: Sequence[Tensor], bounds: Sequence[Bounds]) -> Tensor:
+    if (parts := _by_loops(deltas, bounds)) is not None:
+        out = torch.empty_like(deltas[0])
+        loops, exponentials, tangents = parts
+        loops.balanced(sources(deltas), numpy.array(bounds), exponentials.numpy(), tangents.numpy(), array(out))
+        return out
+    merged = total = torch.zeros((), dtype=torch.float64, device=deltas[0].device)
+    for i, (own, (delta, size, beta)) in enumerate(zip(bounds, _balance(deltas, bounds), strict=True)):
+        scale = _share(beta.double(), own.floor, own.top).clamp_(min=0)
+        change = size.mul_(delta.sign_()).mul_(scale)
+        merged, total = (merged.add_(change), total.add_(scale)) if i else (change, scale)
+    return merged.div_(total.clamp_(min=1e-12)).to(deltas[0].dtype)
 
 
-def _share(values: Tensor, low: Tensor, high: Tensor) -> Tensor:
+def _sizes(deltas: Sequence[Tensor], out: Tensor) -> None:
+    for row, delta in zip(out, deltas, strict=True):
+        row.copy_(delta).abs_()
+
+
+def _betas(deltas: Sequence[Tensor], out: Tensor, bounds: Sequence[Bounds]) -> None:
+    """β of every expert, rounded to the dtype of the leaf, as in `_fused`: floor and top are among those."""
+    for part, rows in zip(_cached(deltas), out.split(_step(deltas), 1), strict=True):
+        if (parts := _by_loops(part, bounds)) is not None:
+            _, exponentials, tangents = parts
+            rows.copy_(exponentials.mul_(tangents).to(torch.float32))
+        else:
+            for row, (*_, beta) in zip(rows, _balance(part, bounds), strict=True):
+                row.copy_(beta)
+
+
+def _by_loops(deltas: Sequence[Tensor], bounds: Sequence[Bounds]) -> tuple[ModuleType, Tensor, Tensor] | None:
+    """The loops, and the factors of β in float64 (experts, n); None where torch merges, as what is not finite."""
+    loops = loops_for(*deltas) if started() and deltas[0].dtype == torch.float32 else None
+    given = numpy.array(bounds)
+    if loops is None or not numpy.isfinite(given).all():
+        return None
+    shape = len(deltas), len(deltas[0])
+    exponents, products = (torch.empty(shape, dtype=torch.float64, device="cpu") for _ in range(2))
+    less = 1.0 if len(deltas) > _EXPERTS else 0.0
+    largest = loops.balance(sources(deltas), given, less, exponents.numpy(), products.numpy())
+    return (loops, exponents.exp_(), products.tanh_()) if largest < INFINITE else None
+
+
+def _balance(deltas: Sequence[Tensor], bounds: Sequence[Bounds]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Δ and |δ̃| of each expert, in float64, and its β, rounded to the dtype of the leaf."""
+    wide = [delta.double() for delta in deltas]
+    total = add(wide)
+    for delta, (low, high, *_) in zip(wide, bounds, strict=True):
+        size = delta.abs().clamp_(low, high)
+        inside = _share(size, low, high).square_()
+        if len(deltas) > _EXPERTS:  # β exp(-N): a factor of all β is not in s
+            inside -= 1
+        beta = inside.mul_(len(deltas)).exp_().mul_((delta * total).tanh_())
+        yield delta, size, beta.to(deltas[0].dtype)
+
+
+def _share(values: Tensor, low: float, high: float) -> Tensor:
     """The relative position of values between two bounds; 0 where these are equal."""
-    width = high - low
-    return (values - low).div_(width.where(width > 0, 1)).mul_(width > 0)
+    return divided(values - low, high - low if high > low else math.inf)
+
+
+def _cached(deltas: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    """Task vectors, on the CPU as many coordinates as stay in a core's cache through all operations."""
+    return zip(*(delta.split(_step(deltas)) for delta in deltas), strict=True)
+
+
+def _step(deltas: Sequence[Tensor]) -> int:
+    return max(CACHED // len(deltas), 1) if deltas[0].device.type == "cpu" else max(len(deltas[0]), 1)
 
 
 @dataclass(frozen=True)
@@ -122,11 +183,11 @@ class Pcb(Merger):
         return problems if 0 <= clip < 0.5 else [*problems, f"clip is {clip}, must be in [0, 0.5)"]
 
     def rule(self, leaves: Mapped) -> Rule:
-        found = bounds_of(lambda: chain.from_iterable(map(leaves.blocks, leaves.coefs)), self.ratio, self.clip)
+        found = bounds_of(leaves, self.ratio, self.clip)
         return Rule(lambda _: lambda piece: fuse(piece, found))
 
     def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
-        return 64 * experts * min(largest(leaves), arithmetic.BLOCK) + 32 * experts * BINS
+        return 64 * experts * min(largest(leaves), arithmetic.BLOCK) + 64 * experts * BINS
 
 
 pcb_vector = vector_function(Pcb)

@@ -12,6 +12,7 @@ import torch
 
 from smat_fn import execution
 from smat_fn.config import (
+    ArceeFusion,
     Breadcrumbs,
     Consensus,
     Dare,
@@ -24,6 +25,7 @@ from smat_fn.config import (
     MultiSlerp,
     NearSwap,
     NuSlerp,
+    Pcb,
     Ram,
     Sce,
     Slerp,
@@ -78,6 +80,9 @@ CONFIGS |= {
     "tall_mask": TallMask(ratio=0.6, task="y", coef=0.7),
     "emr": Emr(task="z", coef=0.7),
     "nearswap": NearSwap(t=0.3, coef=0.7),
+    "pcb": Pcb(coef=0.7, ratio=0.4, clip=0.1),
+    "pcb of all": Pcb(coef=0.7, ratio=1.0, clip=0.0),
+    "arcee_fusion": ArceeFusion(coef=0.7),
     "ta": TaskArithmetic(coef=0.7),
     "ta weights": TaskArithmetic(coef=0.7, weights=OF_EXPERTS["weights"], aggregate="mean"),
     "ties weights": Ties(coef=0.7, keep=0.4, aggregate="mean", scope="tensor", **OF_EXPERTS),
@@ -96,7 +101,7 @@ CONFIGS |= {
     ),
     "breadcrumbs rescale": Breadcrumbs(coef=0.3, drop_smallest=0.45, drop_largest=0.2, aggregate="mean", **SHARES),
 }
-FEWER = {"slerp": 2, "nuslerp": 2, "nearswap": 1}  # experts
+FEWER = {"slerp": 2, "nuslerp": 2, "nearswap": 1, "arcee_fusion": 2}  # experts
 TABLES = {"count_high", "count_between"}
 LOOPS = (
     *TABLES,
@@ -115,6 +120,10 @@ LOOPS = (
     "norms",
     "norms_of_task",
     "absolute_sums",
+    "among",
+    "balance",
+    "balanced",
+    "fused",
 )
 USED = {
     "ties": {"banded", "votes", "sampled", "between"},
@@ -126,6 +135,8 @@ USED = {
     **{name: {"combined", "counted"} for name in ("ram plus", "ram plus by tensor")},
     "emr": {"combined", "norms_of_task"},
     **{name: {"combined"} for name in ("magmax", "ram", "consensus", "tall_mask", "nearswap")},
+    **{name: {"vectors", "among", "balance", "balanced"} for name in ("pcb", "pcb of all")},
+    "arcee_fusion": {"among", "fused"},
     "dare": {"masked"},
     "dare_ties": {"masked"},
     "della": {"vectors", "masked"},
@@ -144,7 +155,17 @@ DTYPES = {
     "float32 of bfloat16": (torch.bfloat16, torch.float32, torch.bfloat16),
     "float16": (torch.float16, torch.float16, torch.bfloat16),
 }
-ALONE = "magmax", "sce", "ram plus", "consensus", "tall_mask", "emr", "nearswap"  # with arithmetic of their own
+ALONE = (
+    "magmax",
+    "sce",
+    "ram plus",
+    "consensus",
+    "tall_mask",
+    "emr",
+    "nearswap",
+    "pcb",
+    "arcee_fusion",
+)  # with arithmetic of their own
 # each configuration with one in turn, the others are slow: all loops read and write leaves by the same functions
 RUNS = [
     pytest.param(name, dtypes, marks=[pytest.mark.slow] * ((i + j) % 5 and name not in ALONE))
@@ -192,7 +213,7 @@ def test_equal_bits(name, dtypes, grid, calls, folders, tmp_path, monkeypatch):
     base, experts = trees(DTYPES[dtypes], grid)
     if name in FEWER:
         experts = dict(islice(experts.items(), FEWER[name]))
-    if FEWER.get(name) == 2:
+    if FEWER.get(name) == 2 and name != "arcee_fusion":
         experts["y"]["large"] = 1.0001 * experts["x"]["large"]  # their arc is a line
     paths = folders.save_family(tmp_path, base, experts)
     with execution.off():
@@ -245,11 +266,15 @@ def test_the_density_that_is_told_counts_equal_magnitudes(folders, tmp_path):
     assert report.density["x"] > 0.3
 
 
-@pytest.mark.parametrize("name", ["ties", "ties tensor", "dare", "dare_ties", "della", "breadcrumbs", "wa"])
+@pytest.mark.parametrize(
+    "name", ["ties", "ties tensor", "dare", "dare_ties", "della", "breadcrumbs", "wa", "pcb", "arcee_fusion"]
+)
 def test_values_that_are_not_finite_are_refused_as_by_torch(name, folders, tmp_path):
     base, experts = trees(DTYPES["bfloat16"], None)
     experts["y"]["short"].view(-1)[5] = float("nan")
     experts["z"]["large"].view(-1)[-1] = float("-inf")
+    if name in FEWER:
+        experts = {"x": experts["x"] | {"large": experts["z"]["large"]}, "y": experts["y"]}
     paths, texts = folders.save_family(tmp_path, base, experts), []
     for i in range(2):
         plain = execution.off() if i else nullcontext()

@@ -65,6 +65,7 @@ GREEDY = (
     "Wudi(coef=1.0)",
     "Cart(coef=1.0)",
     "Sce(density=0.5)",
+    "Pcb(coef=1.0)",
 )
 
 

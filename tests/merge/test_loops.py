@@ -1,6 +1,7 @@
 """Merging in memory by compiled loops gives the bits of torch's operations, and is done where it can be."""
 
 import os
+import sys
 import threading
 import time
 import weakref
@@ -11,7 +12,7 @@ import torch
 
 from smat_fn import config as of
 from smat_fn import execution, merge, random
-from smat_fn.merge.parts import looped_ranks, merger, ranks, windows
+from smat_fn.merge.parts import looped_ranks, merger, ranks, sampled, windows
 from smat_fn.merge.ties import votes_by_loops
 
 KEY = random.key(7)
@@ -47,6 +48,7 @@ CONFIGS = {  # and the loops that they take
     "tall_mask": (of.TallMask(ratio=0.6, task="y", coef=0.7), "combined"),
     "magmax": (of.MagMax(coef=0.4), "combined"),
     "nearswap": (of.NearSwap(t=0.3, coef=0.7), "combined"),
+    "pcb": (of.Pcb(coef=0.7, ratio=0.4, clip=0.1), "among balance balanced"),
     "ta": (of.TaskArithmetic(coef=0.7), "banded"),
     "ta by expert": (of.TaskArithmetic(coef=0.7, weights=BY_EXPERT["weights"], aggregate="mean"), "banded"),
     "model_stock": (of.ModelStock(clamp=False), "banded gram"),
@@ -54,7 +56,7 @@ CONFIGS = {  # and the loops that they take
     "multislerp": (of.MultiSlerp(weights=(0.1, 0.2, 0.9)), "banded"),
 }
 FEWER = {"nuslerp": 2, "nearswap": 1}  # experts
-GLOBAL = "ties", "ties mean", "ties of none"
+GLOBAL = "ties", "ties mean", "ties of none", "pcb"
 LOOPS = sorted({loop for _, names in CONFIGS.values() for loop in names.split()})
 F, B, H, D = torch.float32, torch.bfloat16, torch.float16, torch.float64
 LEAVES = {  # shape, and the dtypes of base and experts
@@ -75,6 +77,7 @@ def _loops(monkeypatch):
     if os.environ.get("SMAT_FN_NUMBA") == "0":
         pytest.skip("numba is switched off")
     monkeypatch.setattr(merger, "WORTH", 0)
+    monkeypatch.setattr(sampled, "WORTH", 0)
     monkeypatch.setattr(merger, "STARTED", 0)
 
 
@@ -249,6 +252,57 @@ def test_orders_are_those_of_torch_and_none_of_what_is_not_finite(small, monkeyp
             expert["w"][:], expert["w"][place] = 1.0, value
             assert looped_ranks.orders(group, [1, 500]) is None
     assert all(len(room) > size for size, room in sizes)  # the loop writes one beyond what it finds
+
+
+def test_exponents_of_many_experts_are_those_of_torch(calls, monkeypatch):
+    monkeypatch.setattr(sys.modules["smat_fn.merge.pcb"], "_EXPERTS", 2)
+    base, experts = trees("pcb")
+    with execution.off():
+        expected = merge.pcb_vector(base, experts, ratio=0.4)
+    assert not calls
+    same(merge.pcb_vector(base, experts, ratio=0.4), expected)
+    assert "balance" in calls
+
+
+VALUES = torch.randn(2, 50_000, generator=torch.Generator().manual_seed(0)).mul(100).round().div(100)
+VALUES[0, :9000], VALUES[1, 5], VALUES[1, 7:9], VALUES[1, 9] = -0.0, -float("inf"), float("inf"), float("nan")
+READ = {  # passes over the numbers
+    "sample": (1, {}, VALUES[:, ::97]),
+    "much between": (2, {"KEPT": 2000}, VALUES[:, ::97]),
+    "misled": (3, {}, torch.ones(2, 500)),
+    "misled, of one number": (3, {}, torch.full((2, 500), -0.01)),
+    "float64": (4, {}, VALUES[:, ::97].double()),
+    "all": (0, {}, VALUES),
+}
+
+
+@pytest.mark.parametrize("case", READ)
+def test_a_pass_finds_the_numbers_of_ranks(case, monkeypatch):
+    passes, constants, sample = READ[case]
+    for name, value in constants.items():
+        monkeypatch.setattr(sampled, name, value)
+    values, read = VALUES.to(sample.dtype), []
+
+    def over(count):
+        read.append(count)
+        return map(count, values.split(7001, 1))
+
+    places = [0, 1, 11_111, 25_000, 37_321, 49_996, 49_998]
+    found = torch.cat(sampled.ordered(over, places, 50_000, sample), 1)
+    assert torch.equal(found, values.double().sort(1).values[:, places])
+    assert len(read) == passes
+
+
+@pytest.mark.parametrize(("length", "cut"), [(700, 999), (1, 5000), (20_000, 1500)])
+def test_differences_of_rows_are_scaled_and_ranked(length, cut):
+    one, two = torch.randn(2, 40_000).bfloat16()
+    factors = torch.randn(-(-40_000 // length))
+    values = (two.float() - one.float()).abs() * factors.repeat_interleave(length)[:40_000]
+    parts = list(enumerate(zip(one.split(cut), two.split(cut), strict=True)))
+    blocks = [sampled.Scaled(part, cut * i, length, factors) for i, part in parts]
+    assert torch.equal(torch.cat([block.numbers() for block in blocks]), values)
+    found = sampled.ordered(lambda count: map(count, blocks), [0, 9999, 39_999], 40_000, values[None, ::31])
+    assert torch.equal(torch.cat(found, 1)[0], values.double().sort().values[[0, 9999, 39_999]])
 
 
 @pytest.mark.parametrize(

@@ -581,6 +581,17 @@ def test_sce_of_small_changes_has_equal_weights_unless_told_otherwise():
     torch.testing.assert_close(of(merge.sce, one, two, floor=0.0), (20 * one + 5 * two) / 25)
 
 
+def test_no_number_of_threads_changes_the_divergence_of_a_row():
+    find, (two, one) = sys.modules["smat_fn.merge.arcee_fusion"], torch.randn(2, 4, 40_000)
+    expected, threads = find._divergences(two, one), torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        rows = [find._divergences(*row) for row in zip(two.split(1), one.split(1), strict=True)]
+        assert torch.equal(torch.cat(rows), expected)
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_arcee_fusion_takes_what_stands_out():
     one = {"w": torch.zeros(2, 8), "s": torch.tensor(1.0), "n": torch.tensor(3)}
     two = {"w": 0.01 * torch.arange(16.0).reshape(2, 8), "s": torch.tensor(2.0), "n": torch.tensor(3)}

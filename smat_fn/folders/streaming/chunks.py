@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ... import errors, execution, tree
 from ...merge.parts.chunks import BYTES_PER_COORDINATE, CHUNK, Piece, fields_of, mask_keys
-from ...merge.parts.looped import KINDS, Loop, Window, sources
+from ...merge.parts.looped import INFINITE, KINDS, Loop, Window, sources
 from ...merge.parts.merger import Mapped, Merger, Rule
 from ...merge.parts.windows import ROWS, SPAN, InPlace, Scratch, spans, windows
 from ...merge.parts.windows import sums_of as sums_of_windows
@@ -80,6 +80,38 @@ def weights_of(job: Job, path: str, start: int, stop: int, dtype: torch.dtype) -
 def vectors_of(job: Job, path: str, start: int, stop: int, dtype: torch.dtype) -> Iterator[Tensor]:
     """Flat coordinates [start, stop) of every expert's task vector, until the thread's next chunk."""
     return _vectors(job, path, start, _origin(job, path, start, stop, dtype))
+
+
+def blocks_of(job: Job, path: str) -> Callable[[int, int], list[Tensor]]:
+    """Flat coordinates [start, stop) of all task vectors of a leaf, or weights without a base, for a survey.
+
+    Weights that loops read are as they are stored. Raises: as `write_order`, which alone looks at those weights.
+    """
+    based, dtype = job.config.based, compute_dtype(job, path)
+
+    def plain(start: int, stop: int) -> list[Tensor]:
+        found = list((vectors_of if based else weights_of)(job, path, start, stop, dtype))
+        if not finite(found):
+            refuse_values(job, path, found)  # decompositions would name a leaf, and no expert
+        return found
+
+    if not looped(job, path):
+        return plain
+    read, loops = Sources(job, path, job.experts), execution.loops()
+    assert loops is not None
+
+    def vectors(start: int, stop: int) -> list[Tensor]:
+        shape = len(job.experts), stop - start
+        rows = job.scratch.take("rows", math.prod(shape), torch.float32, job.device).view(shape)
+        where, _held = read(start, stop)
+        if loops.vectors(where, stop - start, rows.numpy()) >= INFINITE:
+            refuse_values(job, path, list(rows))
+        return list(rows)
+
+    def weights(start: int, stop: int) -> list[Tensor]:
+        return [aligned(folder.read(path, start, stop)) for folder in job.experts.values()]
+
+    return vectors if based else weights
 
 
 def _vectors(job: Job, path: str, start: int, origin: Tensor) -> Iterator[Tensor]:
@@ -176,9 +208,13 @@ class Sources:
             read(start, stop) if leaf is None else leaf[start:stop]
             for read, leaf in zip(self._reads, self._leaves, strict=True)
         ]
-        # a file may place leaves at odd addresses
-        parts = [part.clone() if part.data_ptr() % part.itemsize else part.contiguous() for part in parts]
+        parts = list(map(aligned, parts))
         return sources(parts), parts
+
+
+def aligned(part: Tensor) -> Tensor:
+    """A flat tensor as loops read it: a file may place leaves at odd addresses."""
+    return part.clone() if part.data_ptr() % part.itemsize else part.contiguous()
 
 
 def _by_loop(job: Job, rule: Rule, path: str, loop: Loop) -> Iterator[Callable[[], Written]]:

@@ -26,8 +26,8 @@ from ...merge.ties import bands_of, trimmed, votes, votes_by_loops
 from .chunks import (
     Job,
     Sources,
+    blocks_of,
     compute_dtype,
-    finite,
     looped,
     refuse_values,
     span_of,
@@ -102,12 +102,25 @@ class Survey:
         return gram_sum(self._threads.in_order(partial(block, *span) for span in cuts), count)
 
     def blocks(self, path: str) -> Iterator[list[Tensor]]:
-        size, dtype = self.shape(path).numel(), compute_dtype(self.job, path)
-        for start in range(0, size, arithmetic.BLOCK):
-            deltas = list(vectors_of(self.job, path, start, min(start + arithmetic.BLOCK, size), dtype))
-            if not finite(deltas):
-                refuse_values(self.job, path, deltas)  # decompositions would name a leaf, and no expert
-            yield deltas
+        return (block().deltas for block in self._blocks(path))
+
+    def each_block(
+        self, function: Callable[[Piece], Value], paths: Iterable[str], *, rows: bool = False
+    ) -> Iterator[Value]:
+        def of(block: Callable[[], Piece]) -> Value:
+            return function(block())
+
+        every = chain.from_iterable(self._blocks(path, rows=rows) for path in paths)
+        return self._threads.in_order(partial(of, block) for block in every)
+
+    def _blocks(self, path: str, *, rows: bool = False) -> Iterator[Callable[[], Piece]]:
+        of = blocks_of(self.job, path)
+
+        def block(start: int, stop: int) -> Piece:
+            return Piece(path, start, of(start, stop), [])
+
+        leaf = self.job.base.leaves[path]
+        return (partial(block, *span) for span in spans(leaf, arithmetic.BLOCK, rows=rows))
 
     def each(self, function: Callable[[str], Value], paths: Iterable[str]) -> Iterator[Value]:
         return self._threads.in_order(partial(function, path) for path in paths)

@@ -179,6 +179,12 @@ def averaged(window: Window, weights: Sequence[float], divisor: float = 1.0, *, 
     return _merged(window.loops.averaged(window.read, window.size, *numbers))
 
 
+def fused(window: Window, length: int, divergences: Tensor, threshold: float) -> Merged:
+    """Arcee Fusion of two experts, without base. Args: length: of a row; divergences: of each row."""
+    numbers = length, array(divergences), numpy.float32(threshold), numpy.float32(window.coef)
+    return _merged(window.loops.fused(window.read, window.start, window.size, *numbers, sources([window.out])))
+
+
 def combined(
     window: Window, kind: str, one: float = 0.0, two: float = 0.0, *, by_expert: Sequence[float] = ()
 ) -> Merged:

@@ -19,7 +19,7 @@ from ...errors import flag_problems, raise_problems
 from ...types import Params, Scope
 from . import arithmetic, looped_ranks
 from .arithmetic import gram, gram_memory, gram_sum
-from .chunks import CHUNK, Fuse, compute_dtype, delta_of, fields_of, groups, mask_keys, pieces
+from .chunks import CHUNK, Fuse, Piece, compute_dtype, delta_of, fields_of, groups, mask_keys, pieces
 from .inputs import Experts, Leaves, check, check_variances, coef_problems, key_problems, tied_problems, type_problems
 from .looped import KINDS, Loop, Window
 from .ranks import Order, order_of, position_of, value_of
@@ -68,6 +68,14 @@ class Mapped(Protocol):
 
     def blocks(self, path: str) -> Iterator[list[Tensor]]:
         """Flat task vectors of a leaf, `BLOCK` coordinates at a time; valid until the next block."""
+
+    def each_block(
+        self, function: Callable[[Piece], Value], paths: Iterable[str], *, rows: bool = False
+    ) -> Iterator[Value]:
+        """``function`` of every `BLOCK` coordinates of leaves, in order, by as many threads as merge chunks.
+
+        They are task vectors, or the experts' weights for a merger without a base. Args: rows: no row is cut.
+        """
 
     def each(self, function: Callable[[str], Value], paths: Iterable[str]) -> Iterator[Value]:
         """``function(path)`` of every path in their order, by as many threads as merge chunks."""
@@ -243,11 +251,19 @@ class InMemory:
         return gram([leaves[path] for leaves in self.trees.values()], self.base[path])
 
     def blocks(self, path: str) -> Iterator[list[Tensor]]:
+        return (piece.deltas for piece in self._blocks(path))
+
+    def each_block(
+        self, function: Callable[[Piece], Value], paths: Iterable[str], *, rows: bool = False
+    ) -> Iterator[Value]:
+        return map(function, chain.from_iterable(self._blocks(path, rows=rows) for path in paths))
+
+    def _blocks(self, path: str, *, rows: bool = False) -> Iterator[Piece]:
         dtype, origin = compute_dtype(path, self.base, self.trees), self.base[path].reshape(-1)
         leaves = [own[path].reshape(-1) for own in self.trees.values()]
-        for first in range(0, origin.numel(), arithmetic.BLOCK):
-            part = slice(first, first + arithmetic.BLOCK)
-            yield [delta_of(leaf[part], origin[part], dtype) for leaf in leaves]
+        for start, stop in spans(self.base[path], arithmetic.BLOCK, rows=rows):
+            deltas = [delta_of(leaf[start:stop], origin[start:stop], dtype) for leaf in leaves]
+            yield Piece(path, start, deltas, [])
 
     def each(self, function: Callable[[str], Value], paths: Iterable[str]) -> Iterator[Value]:
         return map(function, paths)

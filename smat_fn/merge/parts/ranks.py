@@ -5,8 +5,8 @@ for float64. ``torch.kthvalue`` on CUDA has no deterministic form and counts in 
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import NamedTuple, TypeAlias
+from functools import partial, reduce
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy
 import torch
@@ -21,6 +21,13 @@ INFINITE = {torch.float32: 0x7F800000, torch.float64: 0x7FF0 << 48}  # bits that
 _INTS = {torch.float32: (torch.int32, 32, 0x7F80), torch.float64: (torch.int64, 64, 0x7FF0)}
 
 Scan: TypeAlias = Callable[[], Iterable[Tensor]]  # parts of one dtype, the same ones at each call
+Value = TypeVar("Value")
+
+
+class Over(Protocol):
+    """Calls a function on every part of some rows of numbers, (rows, n), the same parts at each call."""
+
+    def __call__(self, function: Callable[[Tensor], Value], /) -> Iterable[Value]: ...
 
 
 class Order(NamedTuple):
@@ -125,7 +132,8 @@ def among_largest(magnitudes: Tensor, count: int) -> Tensor:
 def at_places(values: Tensor, places: Sequence[int]) -> list[Tensor]:
     """``values.sort().values[place]`` of a flat tensor, without a NaN where there are more than `SORTED` of them."""
     if len(values) > SORTED:
-        return [found[0, 0].to(values.dtype) for found in ordered(lambda: values[None].split(STEP, 1), places)]
+        parts = values[None].split(STEP, 1)
+        return [found[0, 0].to(values.dtype) for found in ordered(lambda count: map(count, parts), places, parts[0])]
     if values.device.type == "cpu":
         every = torch.from_numpy(numpy.sort(values.detach().numpy()))  # in vector registers: a tenth of torch's time
     else:
@@ -133,28 +141,28 @@ def at_places(values: Tensor, places: Sequence[int]) -> list[Tensor]:
     return [every[place] for place in places]
 
 
-def ordered(scan: Scan, ranks: Sequence[int]) -> list[Tensor]:
-    """The values of these ranks, from 0, of every row of all that ``scan`` gives: (rows, 1) float64 each.
+def ordered(over: Over, ranks: Sequence[int], like: Tensor) -> list[Tensor]:
+    """The values of these ranks, from 0, of every row: (rows, 1) float64 each.
 
-    Args: scan: of tensors (rows, n), whose numbers may be negative.
+    Args: over: calls what counts on parts, whose numbers may be negative; like: of their rows and dtype.
     """
-    first = next(iter(scan()))
-    (integer, bits, _), rows = _INTS[first.dtype], len(first)
+    (integer, bits, _), rows = _INTS[like.dtype], len(like)
     found = [[(0, rank) for rank in ranks] for _ in range(rows)]  # the bits that are known, the rank among their like
     for shift in range(bits - 16, -1, -16):
         highest = shift == bits - 16
-        shape = rows, 1 if highest else len(ranks), BINS
-        counted = torch.zeros(shape, dtype=torch.int64, device=first.device)
-        for values in scan():
+
+        def count(values: Tensor, shift: int = shift, highest: bool = highest) -> Tensor:
             keys = _flipped(values.view(integer), bits)
-            for row, places in enumerate(found):
-                if highest:
-                    counted[row, 0] += torch.bincount((keys[row] >> shift).add_(BINS // 2), minlength=BINS)
-                    continue
-                for column, (known, _) in enumerate(places):
-                    digits = (_matching(keys[row], shift + 16, known) >> shift).bitwise_and_(BINS - 1)
-                    counted[row, column] += torch.bincount(digits, minlength=BINS)
-        counts = counted.cpu().expand(-1, len(ranks), -1)
+            if highest:
+                digits = [[(own >> shift).add_(BINS // 2)] for own in keys]
+            else:
+                digits = [
+                    [(_matching(own, shift + 16, known) >> shift).bitwise_and_(BINS - 1) for known, _ in places]
+                    for own, places in zip(keys, found, strict=True)
+                ]
+            return torch.stack([torch.stack([torch.bincount(d, minlength=BINS) for d in row]) for row in digits])
+
+        counts = reduce(Tensor.add_, over(count)).cpu().expand(-1, len(ranks), -1)
         sums = counts.cumsum(-1)
         for row, places in enumerate(found):
             for column, (known, rank) in enumerate(places):
@@ -164,7 +172,7 @@ def ordered(scan: Scan, ranks: Sequence[int]) -> list[Tensor]:
                 places[column] = known, rank - below
     keys = _flipped(torch.tensor([[known for known, _ in places] for places in found], device="cpu"), bits)
     values = keys.view(torch.float64) if bits == 64 else keys.to(torch.int32).view(torch.float32)
-    return [column[:, None].double().to(first.device) for column in values.T.contiguous()]
+    return list(values.T[..., None].double().to(like.device))
 
 
 def _flipped(keys: Tensor, bits: int) -> Tensor:
