@@ -111,9 +111,11 @@ def unmoved(leaves: Mapping[str, Tensor], sigma: float, noise: Noise = "uniform"
     peak = sigma * (math.sqrt(3) if noise == "uniform" else float(quantiles(noise)[-1]))
     count = 0
     for leaf in leaves.values():
-        mantissa, exponent = leaf.float().frexp()
-        half_gap = torch.finfo(leaf.dtype).eps * 2.0 ** (exponent - 2 - (mantissa.abs() == 0.5).int())
-        count += int(((peak < half_gap) & (leaf != 0)).sum())
+        kind = torch.finfo(leaf.dtype)
+        # half the gap below numbers in (2**(k - 1), 2**k] is eps * 2**(k - 2), which exceeds the peak from this k on
+        _, exponent = math.frexp(4 * peak / kind.eps)
+        if (largest := math.ldexp(0.5, exponent) if peak else 0.0) < kind.max:
+            count += int(torch.count_nonzero(leaf.abs() > largest))
     return count
 
 

@@ -1,5 +1,7 @@
 """Sizes of updates by kind of leaf, on trees with known numbers and on real modules."""
 
+import math
+
 import pytest
 import torch
 
@@ -74,6 +76,16 @@ def test_noise_below_half_the_way_to_the_nearest_number_moves_nothing(noise, pea
         still = ((reach[0] == values) & (reach[1] == values) & (values != 0)).sum()
         assert unmoved({"gain": values, "w": torch.tensor([1.0, 100.0])}, sigma, noise) == still
     assert unmoved({"gain": values}, 2e-3) == 3  # 1.5, 2 and 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sigma", [1e-6, 3e-5, 2e-3, 2.0**-9 / math.sqrt(3), 0.5, 1e5])
+def test_of_all_numbers_of_a_dtype_those_are_counted_whose_lower_neighbour_is_too_far(dtype, sigma):
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    every = every[every.isfinite() & (every.abs() >= torch.finfo(dtype).tiny)]
+    towards = torch.nextafter(every, torch.zeros_like(every))
+    gap = (every.double() - towards.double()).abs()
+    assert unmoved({"w": every}, sigma) == int((sigma * math.sqrt(3) < gap / 2).sum())
 
 
 @pytest.mark.parametrize("sigma", [-1.0, float("nan"), float("inf"), "0.1", None])
