@@ -68,7 +68,7 @@ class TraceOptions(SuiteOptions):
     """Options of suite ``trace``."""
 
     LOCAL = ("device", "device_map", "decode_batch", "engine", "only")
-    UNSAID = ("columns", "chat")
+    UNSAID = ("columns", "chat", "repeats")
     LOWEST: ClassVar = {
         "max_length": 2,
         "batch_size": 1,
@@ -175,6 +175,8 @@ class Trace(BaseSuite):
             self.notes += tuple(shared_rows(task, {split: list(map(str, asked[task, split])) for split in SPLITS}))
         if own.metric != TraceOptions.metric and all(task in TRACE_METRICS for task in tasks):
             self.notes += (f"metric {own.metric} scores no task: the paper's seven have metrics of their own",)
+        if own.repeats is not None and not any(decoding.TRACE[task].temperature for task in tasks if task in TASKS):
+            self.notes += (f"repeats {own.repeats} changes no score: all tasks are decoded greedily, once",)
         self._lm = lm = language.load(own.model, device=place, device_map=own.device_map, **own.loading())
         self.notes += tuple(self._doubts(lm))
         self._device = next(iter(lm.params.values())).device

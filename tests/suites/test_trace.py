@@ -266,8 +266,13 @@ def test_a_score_is_the_metric_of_the_decodes_and_of_sampled_ones_their_mean(loa
         assert [suite.score_once(params, task, split, r) for r in range(settings.repeats)] == scores
     assert texts[0] != texts[1] != texts[2]
     assert suite.repeats == {"MeetingBank": 3}
-    assert load(repeats=2).repeats == {"MeetingBank": 2}
+    assert (twice := load(repeats=2)).repeats == {"MeetingBank": 2}
+    assert twice.recipe == {**suite.recipe, "repeats": 2}
     assert load(repeats=1).repeats == {}
+    assert load(repeats=2, tasks=("FOMC",)).notes == (
+        "repeats 2 changes no score: all tasks are decoded greedily, once",
+    )
+    assert "repeats" not in suite.recipe  # of runs begun before there was the option, which resume
 
 
 def test_scoring_leaves_the_model_as_it_was(suite):
