@@ -149,17 +149,22 @@ def _place(config: MergerConfig, inputs: Inputs, scorer: Scorer | None) -> torch
     if scorer is None or not config.same_on_gpu:
         return None
     places = {leaf.device for leaf in tree.flatten(scorer.suite.base).values()}
-    if len(places) > 1 or any(place.type == "cpu" for place in places):
+    if len(places) != 1 or (place := places.pop()).type != "cuda":
         return None
-    (place,) = places
-    size = sum(leaf.nbytes for leaf in inputs.base.values())
-    # the trees, the vector, which of a narrower model is float32, what it is made of, and as much for scoring
-    return place if 2 * (len(inputs.experts) + 4) * size < _free(place) else None
+    trees = sum(leaf.nbytes for own in (inputs.base, *inputs.experts.values()) for leaf in own.values())
+    vector = sum(leaf.numel() * tree.compute_dtype(leaf).itemsize for leaf in inputs.base.values())
+    model = sum(leaf.nbytes for leaf in inputs.base.values())
+    # two vectors, one of which the other is made of, two models with coefficients by block, and as much for scoring
+    return place if 2 * (trees + 2 * vector + 2 * model) < _free(place) else None
 
 
 def _free(device: torch.device) -> int:
-    """Bytes of a GPU that no process holds."""
-    return int(torch.cuda.mem_get_info(device)[0])
+    """Bytes of a GPU that no process holds, 0 where CUDA does not say; what torch holds and does not use is freed."""
+    try:
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(device)[0])
+    except RuntimeError:
+        return 0
 
 
 def is_open(config: MergerConfig) -> bool:

@@ -65,17 +65,42 @@ def test_an_average_in_memory_has_the_counts_of_base_where_the_experts_differ(in
         merge_one(WeightAverage(), inputs, seed=0)
 
 
+class OnCuda(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    device = torch.device("cuda", 0)
+
+
 def test_a_search_merges_on_the_gpu_that_scores_where_bits_are_the_same_and_memory_is_enough(inputs, monkeypatch):
-    free = {"meta": 0}
+    free = {"cuda": 0}
     monkeypatch.setattr(choosing, "_free", lambda device: free[device.type])
-    on = {name: {"w": torch.empty(2, device=name)} for name in ("meta", "cpu")}
+    on = {name: {"w": torch.empty(2, device=name)} for name in ("cpu", "meta")}
+    on["cuda"] = {"w": torch.empty(2).as_subclass(OnCuda)}
     scorers = {name: SimpleNamespace(suite=SimpleNamespace(base=base)) for name, base in on.items()}
-    scorers["both"] = SimpleNamespace(suite=SimpleNamespace(base={"a": on["meta"]["w"], "b": on["cpu"]["w"]}))
-    assert choosing._place(TIES, inputs, scorers["meta"]) is None
-    free["meta"] = 2 * (2 + 4) * (30 * 50 * 4 + 7 * 2) + 1  # two experts
-    assert choosing._place(TIES, inputs, scorers["meta"]) == torch.device("meta")
-    assert choosing._place(TsvMerge(), inputs, scorers["meta"]) is None
-    assert [choosing._place(TIES, inputs, one) for one in (scorers["cpu"], scorers["both"], None)] == [None] * 3
+    scorers["both"] = SimpleNamespace(suite=SimpleNamespace(base={"a": on["cuda"]["w"], "b": on["cpu"]["w"]}))
+    assert choosing._place(TIES, inputs, scorers["cuda"]) is None
+    # base and two experts, two vectors in float32, two models, and as much again
+    free["cuda"] = 2 * (3 * (1500 * 4 + 7 * 2) + 2 * 1507 * 4 + 2 * (1500 * 4 + 7 * 2)) + 1
+    assert choosing._place(TIES, inputs, scorers["cuda"]) == torch.device("cuda", 0)
+    assert choosing._place(TsvMerge(), inputs, scorers["cuda"]) is None
+    others = scorers["cpu"], scorers["meta"], scorers["both"], None  # meta for all devices that are not CUDA's
+    assert [choosing._place(TIES, inputs, one) for one in others] == [None] * 4
+    inputs.experts["mirror"]["b"] = inputs.experts["mirror"]["b"].float()  # as those of adapters
+    assert choosing._place(TIES, inputs, scorers["cuda"]) is None
+
+
+def test_memory_that_torch_holds_without_use_is_free_and_none_where_cuda_does_not_say(monkeypatch):
+    found = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: found.append("freed"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: found.append(device.index) or (5, 9))
+    assert choosing._free(torch.device("cuda", 1)) == 5
+    assert found == ["freed", 1]
+
+    def fails(device):
+        raise RuntimeError("not supported")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", fails)
+    assert choosing._free(torch.device("cuda", 1)) == 0
 
 
 @pytest.mark.parametrize(
