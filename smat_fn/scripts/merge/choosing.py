@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 from time import perf_counter
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
@@ -75,20 +76,23 @@ class Models:
     """Merged models of candidates, one at a time: the next one is written over the last one.
 
     The merged task vector is made again only where another option than coef changes; a step of coef is one pass over
-    the weights. Random masks come from `mask_key`. With a device all of it is done there, on copies of the inputs.
+    the weights. Random masks come from `mask_key`. With a device all of it is done there, on copies of the inputs,
+    until the memory of this device is not enough (`attempt`).
     """
 
     def __init__(self, inputs: Inputs, seed: int, device: torch.device | None = None) -> None:
-        if device is not None:
-            there = {name: _moved(own, device) for name, own in inputs.experts.items()}
-            inputs = inputs._replace(base=_moved(inputs.base, device), experts=there)
         self.inputs, self.tasks, self._device = inputs, list(inputs.experts), device
         self.seconds = 0.0  # of merging
         self._seed, self._key = seed, mask_key(seed)
+        self._statistics: tuple[str, dict[str, Leaves], dict[str, str]] | None = None  # of one kind, with fingerprints
+        self._forget()
+
+    def _forget(self) -> None:
+        self._copies: tuple[Leaves, Mapping[str, Leaves]] | None = None  # of base and experts, on the device
         self._made: tuple[MergerConfig, Mapping[str, Tensor]] | None = None
         self._last: MergerConfig | None = None
         self._buffer: Params = None
-        self._statistics: tuple[str, dict[str, Leaves], dict[str, str]] | None = None  # of one kind, with fingerprints
+        self._blocks: tuple[dict[str, float], Params] | None = None  # coefficients by block and their model
 
     def statistics(self, config: MergerConfig) -> dict[str, Leaves] | None:
         """The statistics that a merger needs, read once; None if it needs none."""
@@ -112,7 +116,7 @@ class Models:
         options = _with(config, coef=None)
         if self._made is None or self._made[0] != options:
             self._made = None  # two vectors need not be in memory
-            base, experts, statistics = self.inputs.base, self.inputs.experts, self.statistics(config)
+            (base, experts), statistics = self._trees(), self.statistics(config)
             made = merge.vector_by(options, base, experts, key=self._key, statistics=statistics)
             if (factors := self.inputs.lines) is not None:
                 made = merge.lines(made, low=factors[0], high=factors[1])
@@ -121,23 +125,74 @@ class Models:
 
     def __call__(self, config: MergerConfig) -> Params:
         """The parameters of a merger whose options are all set, valid until the next call."""
-        if config == self._last:
-            return self._buffer
-        started, base = perf_counter(), self.inputs.base
+        if config != self._last:
+            self.attempt(partial(self._timed, self._merge, config))
+            self._last = config
+        return self._buffer
+
+    def by_block(self, config: MergerConfig, coefs: Mapping[str, float]) -> Params:
+        """The parameters of a merger with a coefficient for each block, valid until the next call."""
+        if self._blocks is None or self._blocks[0] != coefs:
+            self.attempt(partial(self._timed, self._merge_blocks, config, dict(coefs)))
+        assert self._blocks is not None
+        return self._blocks[1]
+
+    def attempt(self, work: Callable[[], T]) -> T:
+        """``work()``; where the memory of the GPU is not enough, once more, merging on the CPU from now on.
+
+        Bits are the same. Other processes may have taken the memory that was free.
+        """
+        try:
+            return work()
+        except torch.OutOfMemoryError:
+            if self._device is None:
+                raise
+        self._leave()
+        return work()
+
+    def home(self, params: Params) -> Params:
+        """Merged parameters where the inputs came from, on the CPU; nothing is left on the device."""
+        if self._device is None:
+            return params
+        params = _moved(tree.flatten(params), torch.device("cpu"))
+        self._leave()
+        return params
+
+    def _leave(self) -> None:
+        self._device = None
+        self._forget()
+        torch.cuda.empty_cache()  # for scoring, and for other processes
+
+    def _trees(self) -> tuple[Leaves, Mapping[str, Leaves]]:
+        """Base and experts on the device that merges."""
+        base, experts = self.inputs.base, self.inputs.experts
+        if self._device is None:
+            return base, experts
+        if self._copies is None:
+            there = {name: _moved(own, self._device) for name, own in experts.items()}
+            self._copies = _moved(base, self._device), there
+        return self._copies
+
+    def _timed(self, function: Callable[..., None], *given: Any) -> None:
+        started = perf_counter()
+        function(*given)
+        if self._device is not None and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self.seconds += perf_counter() - started
+
+    def _merge(self, config: MergerConfig) -> None:
+        base, experts = self._trees()
         if not config.based:
-            experts = widened(base, with_buffers(self.inputs)[0])
-            self._buffer = like_base(base, merge.merge_by(config, base, experts))
+            alike = with_buffers(self.inputs._replace(base=base, experts=dict(experts)))[0]
+            self._buffer = like_base(base, merge.merge_by(config, base, widened(base, alike)))
         else:
             coef = getattr(config, "coef", None)
             assert coef is not None
             self._buffer = merge.apply_vector(base, self.vector(config), coef=coef, out=self._buffer)
-        self._last = config
-        self.seconds += perf_counter() - started
-        return self._buffer
 
-    def home(self, params: Params) -> Params:
-        """Merged parameters where the inputs came from, on the CPU."""
-        return params if self._device is None else _moved(tree.flatten(params), torch.device("cpu"))
+    def _merge_blocks(self, config: MergerConfig, coefs: dict[str, float]) -> None:
+        self._blocks = None  # two models need not be in memory
+        self._blocks = coefs, merge.apply_blocks(self._trees()[0], self.vector(config), coefs)
 
 
 def _moved(leaves: Leaves, device: torch.device) -> dict[str, Tensor]:
@@ -219,9 +274,9 @@ def merge_one(
     found, tried, edge = _search(config, sorted(coefs or config.grid), models, scorer, widen=widen)
     finals = _curve(found.finals, "coef") if scorer.suite.repeats else ()
     curve, coef = _curve(found.curve, "coef"), getattr(found.best, "coef", None)
-    made = Merged(models.home(models(found.best)), coef, found.scores, curve, finals, tried, calibrated, edge=edge)
+    made = Merged(None, coef, found.scores, curve, finals, tried, calibrated, edge=edge)
     if not sweeps or coef is None:
-        return made
+        return made._replace(params=models.home(models(found.best)))
     return _by_layer(made, found.best, models, scorer, [c for c, _ in curve], sweeps)
 
 
@@ -230,30 +285,25 @@ def _by_layer(
 ) -> Merged:
     """The model of a search with coefficients by block; of sampled answers one decode counts."""
     assert made.coef is not None
-    vector, before = models.vector(config), scorer.cost
+    before, merging = scorer.cost, models.seconds
     seen: dict[str, dict[str, float]] = {}
-    built: tuple[Mapping[str, float], Params] | None = None
-
-    def build(own: Mapping[str, float]) -> Params:
-        nonlocal built
-        if built is None or built[0] != own:
-            built = None
-            built = own, merge.apply_blocks(models.inputs.base, vector, own)
-        return built[1]
 
     def score(own: Mapping[str, float]) -> float:
         facts, name = models.facts(config, blocks=dict(own)), f"{config.name} by block"
         scorer.expect(len(models.tasks))
-        found = {t: scorer.once(lambda: build(own), t, "dev", 0, model=facts, name=name) for t in models.tasks}
+        once = partial(scorer.once, partial(models.by_block, config, own), model=facts, name=name)
+        found = {task: models.attempt(partial(once, task, "dev")) for task in models.tasks}
         seen[str(dict(own))] = found
         return fmean(found.values())
 
-    layers = merge.select_coefs(vector, score, coefs, start=made.coef, sweeps=sweeps)
+    names = dict.fromkeys(models.vector(config), torch.empty(0))  # the vector itself may leave the GPU
+    layers = merge.select_coefs(names, score, coefs, start=made.coef, sweeps=sweeps)
+    params = models.home(models.by_block(config, layers.coefs))
     scores, kept, seconds, saved = (now - then for now, then in zip(scorer.cost, before, strict=True))
-    cost = Tried(len(layers.curve) + 1, int(scores), int(kept), 0.0, seconds, saved)
+    cost = Tried(len(layers.curve) + 1, int(scores), int(kept), models.seconds - merging, seconds, saved)
     assert made.tried is not None
     dev = seen[str(layers.coefs)]
-    return made._replace(params=models.home(build(layers.coefs)), dev=dev, layers=layers, tried=total(made.tried, cost))
+    return made._replace(params=params, dev=dev, layers=layers, tried=total(made.tried, cost))
 
 
 def with_buffers(inputs: Inputs) -> tuple[dict[str, dict[str, Tensor]], str]:
@@ -350,7 +400,8 @@ def _rank(
     def computed(config: MergerConfig, decodes: Sequence[Decode]) -> list[float]:
         facts = models.facts(config)
         name = ", ".join([config.name, *(f"{option} {value}" for option, value in facts["options"].items())])
-        return [scorer.once(lambda: models(config), task, "dev", r, model=facts, name=name) for task, r in decodes]
+        once = partial(scorer.once, partial(models, config), model=facts, name=name)
+        return [models.attempt(partial(once, task, "dev", r)) for task, r in decodes]
 
     found = rerank(candidates, score, tasks=tasks, repeats=repeats)
     models(found.best)

@@ -103,6 +103,60 @@ def test_memory_that_torch_holds_without_use_is_free_and_none_where_cuda_does_no
     assert choosing._free(torch.device("cuda", 1)) == 0
 
 
+@pytest.mark.parametrize("where", ["_moved", "vector_by", "apply_blocks", "scored"])
+def test_a_search_without_enough_memory_on_the_gpu_goes_on_on_the_cpu(inputs, suite, monkeypatch, where):
+    """The CPU stands in for the GPU."""
+    failing, places, freed = {"on": False}, [], []
+
+    def once_out_of_memory(module, name):
+        function = getattr(module, name)
+
+        def call(*args, **given):
+            if failing.pop("on", False):
+                raise torch.OutOfMemoryError("no more")
+            return function(*args, **given)
+
+        monkeypatch.setattr(module, name, call)
+
+    def score(params, task, split):
+        if where == "scored" and failing.pop("on", False):
+            raise torch.OutOfMemoryError("no more")
+        return 50 - abs(float((params["w"] - inputs.base["w"]).mean()) / 0.3 - 0.5)
+
+    leave = Models._leave
+    monkeypatch.setattr(Models, "_leave", lambda self: places.append(self._device) or leave(self))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(1))
+    scorer = Scorer(suite.replace(score=score))
+    plain = merge_one(TIES, inputs, seed=0, scorer=scorer, sweeps=1)
+    assert (places, freed) == ([], [])
+    monkeypatch.setattr(choosing, "_place", lambda *_: torch.device("cpu"))
+    merge_one(TIES, inputs, seed=0, scorer=Scorer(suite.replace(score=score)), sweeps=1)
+    assert (len(places), len(freed)) == (1, 1)  # when the merged model has come home
+    if where != "scored":
+        once_out_of_memory(merge if where in ("vector_by", "apply_blocks") else choosing, where)
+    failing["on"] = True
+    found = merge_one(TIES, inputs, seed=0, scorer=Scorer(suite.replace(score=score)), sweeps=1)
+    assert (failing, len(places)) == ({}, 2)
+    assert (found.coef, found.dev, found.curve, found.layers) == (plain.coef, plain.dev, plain.curve, plain.layers)
+    assert all(torch.equal(leaf, found.params[path]) for path, leaf in plain.params.items())
+
+
+def test_the_seconds_of_merging_on_a_gpu_end_when_it_is_done(inputs, monkeypatch):
+    waited = []
+    monkeypatch.setattr(choosing, "_moved", lambda leaves, device: dict(leaves))
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    Models(inputs, 0, torch.device("cuda", 0))(TaskArithmetic(0.2))
+    assert waited == [torch.device("cuda", 0)]
+
+
+def test_memory_that_is_not_enough_on_the_cpu_is_an_error(inputs, suite):
+    def score(params, task, split):
+        raise torch.OutOfMemoryError("no more")
+
+    with pytest.raises(torch.OutOfMemoryError, match="no more"):
+        merge_one(TIES, inputs, seed=0, scorer=Scorer(suite.replace(score=score)))
+
+
 @pytest.mark.parametrize(
     "device",
     [
@@ -117,9 +171,11 @@ def test_a_merge_on_a_device_has_the_bits_of_one_on_the_cpu_and_comes_home(input
     for config in (WeightAverage(), TaskArithmetic(0.2), replace(TIES, coef=1.0), Dare(0.7, 0.5), Della(0.7, 0.5, 0.2)):
         found = there(config)
         assert {leaf.device.type for leaf in found.values()} == {device}
-        home = there.home(found)
-        assert list(home) == list(inputs.base)
-        assert all(torch.equal(leaf, here(config)[path]) for path, leaf in home.items())
+        assert list(found) == list(inputs.base)
+        assert all(torch.equal(leaf.cpu(), here(config)[path]) for path, leaf in found.items())
+    home = there.home(found)
+    assert {leaf.device.type for leaf in home.values()} == {"cpu"}
+    assert all(torch.equal(leaf, here(config)[path]) for path, leaf in home.items())
 
 
 def test_every_candidate_stands_in_the_same_buffer_with_the_mergers_own_bits(inputs):
