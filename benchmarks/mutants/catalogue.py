@@ -414,7 +414,8 @@ MUTANTS = [
     *_of("_loops.py:_banded_delta", ("uint32(size - low) < width", "uint32(size - low) <= width"), ("* weight", "")),
     *_of("_loops.py:_until", ("left > 0", "left > 1")),
     *_of("_loops.py:packed", ("- most, 0)", "- most - 1, 0)"), ("rest != uint32(0)", "rest == uint32(0)")),
-    *_of("_loops.py:ranked", ("ahead = field % 8", "ahead = 0")),
+    *_of("_loops.py:ranked_by_counts", ("= rank + uint64(1)", "= rank")),
+    *_of("_loops.py:_ranked_rest", ("<= size:", "< size:")),
     *_of(
         "_loops.py:norms",
         ("int32(halves[j]) >= cutoff", "int32(halves[j]) > cutoff"),
@@ -651,9 +652,9 @@ MUTANTS = [
     ),
     *_of(
         "folders/combining.py",
-        ("-len(pair[0])", "len(pair[0])"),
+        ("max(factors.rank for", "min(factors.rank for"),
         ('"lora_alpha": rank', '"lora_alpha": 2 * rank'),
-        ("ranks.keys() - parameters", "ranks.keys()"),
+        ("set(merged) - parameters", "set(merged)"),
     ),
     *_of("merge/weight_average.py:weight_average", ("len(experts))", "len(experts) + 1)")),
     *_of(

@@ -44,6 +44,7 @@ TESTS = {
     "simulation/state.py:check_max_norm": "tests/optim/test_chain.py",
     "_loops.py": "tests/folders/test_loops.py",
     "_loops.py:packed": "tests/ops/test_loops.py",
+    "_loops.py:_ranked_rest": "tests/ops/test_loops.py",
     "scripts/commands/train.py": "tests/commands/test_scripts.py",
     "scripts/commands/merge.py": "tests/commands/test_merge.py",
     "scripts/merge/commands.py": "tests/commands/test_merge.py",
