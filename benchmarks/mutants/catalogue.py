@@ -301,7 +301,7 @@ MUTANTS = [
         ("if not self.by_loops or not self.base[path].numel():", "if not self.by_loops:"),
     ),
     *_of("merge/parts/merger.py:by_loops", ("done.finite and done.fits", "done.fits")),
-    *_of("merge/parts/merger.py:checked_leaves", ("if leaf.is_floating_point()) * len(flat)", ")")),
+    *_of("merge/parts/merger.py:read_best", ("if leaf.is_floating_point()) * len(experts)", ")")),
     *_of(
         "merge/parts/windows.py",
         ("[leaf.itemsize, 0] for", "[leaves[0].itemsize, 0] for"),
@@ -802,7 +802,7 @@ MUTANTS = [
         "folders/streaming/chunks.py",
         (" | {target(job, path)}", ""),
         ("not any(path in folder.absent for folder in folders) and ", ""),
-        ("if not bool((narrow := values.to(out)).isfinite().all()):", "if (narrow := values.to(out)).numel() == 0:"),
+        ("if not tree.is_finite(narrow := values.to(out)):", "if (narrow := values.to(out)).numel() == 0:"),
         ("_of_rows(job) if rule.rows else read.span", "read.span"),
         ("_of_rows(job) if rule.rows else read.span", "_of_rows(job)"),
     ),

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import cache
 
 import pytest
 
@@ -129,7 +130,17 @@ def test_the_catalogue_names_each_fault_once_and_changes_something():
     }
 
 
-@pytest.mark.slow
+def test_the_code_that_a_fault_changes_is_in_its_file():
+    texts = cache(lambda file: (running.ROOT / "smat_fn" / file).read_text(encoding="utf-8"))
+    gone = []
+    for place, old, *_ in MUTANTS:
+        file, _, inside = place.partition(":")
+        defined = not inside or re.search(rf"(def|class) {inside}\b", texts(file))
+        gone += [] if defined and old in texts(file) else [f"{place}: {old}"]
+    assert gone == []
+
+
+@pytest.mark.slow  # the same, and that each is there but once
 def test_every_anchor_of_the_catalogue_fits():
     assert all(mutated(running.ROOT, mutant) for mutant in MUTANTS)
 
