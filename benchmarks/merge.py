@@ -87,7 +87,8 @@ print("done", flush=True); sys.stdin.readline()
 """
 Merger = Literal[
     "wa", "ta", "ties, threshold per tensor", "ties, threshold per expert", "ties, weights", "dare", "dare_ties",
-    "dare_ties, weights and L1 norms", "della", "breadcrumbs", "karcher", "sce", "ram", "ram, boost",
+    "dare_ties, weights and L1 norms", "della", "breadcrumbs", "karcher", "sce", "ram", "ram, boost", "pcb",
+    "arcee_fusion",
 ]  # fmt: skip
 WEIGHTED = "weights=dict.fromkeys(names, 0.3)"  # names: of the experts
 MERGERS: dict[Merger, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
@@ -136,6 +137,8 @@ MERGERS: dict[Merger, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "sce": ("Sce()", "sce", {"select_topk": 1.0}, {}),
     "ram": ("Ram()", "ram", {}, {}),
     "ram, boost": ("Ram(boost=0.1, cap=0.2, scope='tensor')", "ramplus_tl", {}, {}),
+    "pcb": ("Pcb(coef=0.3)", "", {}, {}),  # mergekit has none
+    "arcee_fusion": ("ArceeFusion()", "", {}, {}),  # of two experts; mergekit's changes base by one
 }
 WITHOUT_BASE = "linear", "karcher"  # of mergekit
 Case = Literal["bfloat16", "float32", "embedding"]
@@ -164,8 +167,8 @@ class Options:
     """Where both compute; on a GPU the outputs are also compared with those of the CPU."""
     repeats: int = 1
     """Runs of what takes less than 10 s; the best counts."""
-    mergers: tuple[Merger, ...] = get_args(Merger)
-    """Mergers to compare."""
+    mergers: tuple[Merger, ...] = tuple(name for name, (_, method, *_) in MERGERS.items() if method)
+    """Mergers to compare, by default those of mergekit; pcb and arcee_fusion, of two experts, without it."""
     cases: tuple[Case, ...] = get_args(Case)
     """A model in bfloat16, the same in float32, one embedding in bfloat16."""
     embedding: tuple[int, int] = (262144, 4096)
@@ -261,7 +264,7 @@ def compare(
 ) -> dict[str, Any]:
     """Cost of one merge by both; mergekit computes in float32 too. ``known``: of mergekit's runs, by recipe."""
     folder, threads = base.parent, options.threads
-    config, *_ = MERGERS[merger]
+    config, method, *_ = MERGERS[merger]
     ours, other, copied, command, theirs_command = (
         folder / n for n in ("ours", "theirs", "floor", "ours-2", "theirs-2")
     )
@@ -278,9 +281,9 @@ def compare(
         words = _words(config, base, experts, threads)
     words += ["--device", options.device]
     candidates[command] = partial(whole, [*words, "--out", str(command)], threads)
-    if options.mergekit and text not in known:
+    if options.mergekit and method and text not in known:
         known[text] = _too_large(base, experts)
-    if options.mergekit and not known[text]:
+    if options.mergekit and method and not known[text]:
         inner = [options.mergekit, "-c", THEIRS.format(threads=threads, device=options.device), text, str(other)]
         entire = [options.mergekit, "-m", "mergekit.scripts.run_yaml", str(recipe), str(theirs_command), "--quiet"]
         candidates[other] = partial(measure, inner, threads)
