@@ -52,6 +52,15 @@ class Backbone(NamedTuple):
 
 
 PAPERS = "wa", "ta", "ties", "dare", "della"
+LANGUAGE = Training(
+    steps=None,
+    lr=1e-4,
+    optimizer="adamw",
+    schedule="cosine",
+    weight_decay=1e-3,
+    max_grad_norm=1.0,
+    precision="mixed",
+)
 BACKBONES = {
     "vit": Backbone(
         "clip-vit-b32",
@@ -95,15 +104,7 @@ BACKBONES = {
     ),
     "smollm2_text": Backbone(
         "llama-3.2-1b",
-        Training(
-            steps=125,
-            lr=1e-3,
-            optimizer="adamw",
-            schedule="cosine",
-            weight_decay=1e-3,
-            max_grad_norm=1.0,
-            precision="mixed",
-        ),
+        replace(LANGUAGE, steps=125, lr=1e-3),
         lr=1e-3,
         sigma=2e-3,
         tuning=(271,),
@@ -126,15 +127,7 @@ BACKBONES = {
     ),
     "smollm2_trace": Backbone(
         "llama-3.2-1b",
-        Training(
-            steps=120,
-            lr=1e-4,
-            optimizer="adamw",
-            schedule="cosine",
-            weight_decay=1e-3,
-            max_grad_norm=1.0,
-            precision="mixed",
-        ),
+        replace(LANGUAGE, steps=120, lr=1e-4),
         lr=1e-4,
         sigma=2e-3,
         tuning=(),

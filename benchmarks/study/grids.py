@@ -67,8 +67,13 @@ class Widening(NamedTuple):
     grids: Mapping[str, Grid]
 
     def run(self, folder: Path, jobs: int, facts: Facts, only: Stage | None = None) -> None:
-        """Both stages, or one of them; without seeds of tuning the evaluation of the candidates, one of each method."""
+        """Both stages, or one of them; without seeds of tuning the evaluation of the candidates, one of each method.
+
+        Raises: ValueError where a tuning is asked for that the protocol does not have.
+        """
         if not self.protocol.tuning:
+            if only == "tuning":
+                raise ValueError(f"{self.protocol.name} has no tuning: leave --only out")
             chosen = {label: grid.candidates()[0] for label, grid in self.grids.items()}
             evaluate(self.protocol, folder, jobs, facts, chosen)
             return

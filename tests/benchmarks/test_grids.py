@@ -157,6 +157,8 @@ def test_without_seeds_of_tuning_the_one_candidate_of_each_method_is_evaluated(t
     study.run(tmp_path, 2, {})
     chosen = {label: found[0] for label, found in own.grids.items()}
     assert called == [(own, tmp_path, 2, {}, chosen)]
+    with pytest.raises(ValueError, match="smollm2_trace_onepass has no tuning: leave --only out"):
+        study.run(tmp_path, 2, {}, "tuning")
 
 
 def test_labelled_texts_are_asked_for_their_class(tmp_path, monkeypatch):
