@@ -110,7 +110,7 @@ def input_grams(loss_fn: LossFn, params: Params, batches: Iterable[Batch], *, on
             seen.clear()
             loss_fn(params, batch)
             for path, inputs in seen:  # a weight that layers share has the inputs of all of them
-                rows = _rows(inputs, batch).float()
+                rows = unpadded(inputs, batch).float()
                 with unrounded(rows.device):
                     sums[path] = rows.mT @ rows + sums.get(path, 0)
                 counts[path] = counts.get(path, 0) + len(rows)
@@ -181,7 +181,7 @@ def _seen(layers: Mapping[str, Sequence[nn.Module]]) -> Iterator[list[tuple[str,
             hook.remove()
 
 
-def _rows(inputs: Tensor, batch: Batch) -> Tensor:
+def unpadded(inputs: Tensor, batch: Batch) -> Tensor:
     """The inputs as rows, without those of padding."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     rows = inputs.reshape(-1, inputs.shape[-1])
