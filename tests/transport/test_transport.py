@@ -192,7 +192,7 @@ def test_theseus_moves_to_wider_layers(old):
 def test_bad_input_is_refused(old):
     new, expert = moved_by(old), moved_by(old)
     signs = {path: torch.ones_like(leaf) for path, leaf in old.items()}
-    with pytest.raises(ValueError, match="coef is nan.*signs lacks parameter 'scale' of new"):
+    with pytest.raises(ValueError, match=r"coef is nan.*signs lacks parameter 'scale' of new"):
         gradfix(new, old, expert, {path: s for path, s in signs.items() if path != "scale"}, coef=float("nan"))
     with pytest.raises(ValueError, match=r"'up.bias' has shape \(9,\) in expert but \(5,\) in old"):
         gradfix(new, old, expert | {"up.bias": torch.zeros(9)}, signs)
@@ -206,9 +206,9 @@ def test_bad_input_is_refused(old):
         descent_signs(losses, {"w": torch.full((2,), float("inf"))}, split_rows((torch.ones(1, 2), torch.zeros(1)), 1))
     with pytest.raises(ValueError, match="others is 'mean', choose zero or add"):
         theseus(new, old, expert, {}, others="mean")
-    with pytest.raises(ValueError, match="maps name 'other.weight', which new lacks"):
+    with pytest.raises(ValueError, match=r"maps name 'other\.weight', which new lacks"):
         theseus(new, old, expert, {"other.weight": Turns()})
-    with pytest.raises(ValueError, match="'up.bias'.*do not join: make maps of these two bases"):
+    with pytest.raises(ValueError, match=r"'up.bias'.*do not join: make maps of these two bases"):
         theseus(new, old, expert, {"up.bias": Turns(torch.eye(7))})
 
 
