@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Any
 from ...errors import and_more
 from .. import outcome
 from ..cli import Command
-from .settings import AdaMerging, Export, ExtractLora, FromRecipe, MergeAdapters, Moe, RegMeanPlus, Statistics, Verify
+from .settings import (
+    AdaMerging,
+    Export,
+    ExtractLora,
+    FromRecipe,
+    MergeAdapters,
+    Moe,
+    RegMeanPlus,
+    Statistics,
+    Transport,
+    Verify,
+)
 
 if TYPE_CHECKING:
     from ...folders import Extracted
@@ -198,6 +209,7 @@ COMMANDS: dict[str, Command] = {
     "adamerging": (printing(".by_data", "adapt"), AdaMerging),
     "reg_mean_plus": (printing(".by_data", "regress"), RegMeanPlus),
     "adapters": (merge_adapters, MergeAdapters),
+    "transport": (printing(".transport", "transport"), Transport),
     "moe": (printing(".moe", "make"), Moe),
 }
 

@@ -261,3 +261,38 @@ class RegMeanPlus(OfRun):
     """Rows of each task, rounded up to whole batches."""
     split: Literal["train", "dev"] = "train"
     """Split of the rows; test is not allowed."""
+
+
+@dataclass(frozen=True)
+class Transport:
+    """Move a run's experts to another base: their changes are added to it as they are, by GradFix or by Theseus."""
+
+    run: Path
+    """Folder that train.py wrote: its base and all its experts."""
+    out: Path
+    """Folder for the new base and the moved experts, a run like the first."""
+    model: Annotated[str | None, arg(help_behavior_hint="(default: the run's)")] = None
+    """The new base: a folder, or a hub name."""
+    suite_options: Annotated[Values, arg(metavar="[NAME VALUE ...]", help_behavior_hint="(default: the run's)")] = (
+        field(default_factory=dict)
+    )
+    """Other options of the suite with the new base, such as max_length."""
+    method: Literal["add", "gradfix", "theseus"] = "add"
+    """add: whole changes. gradfix: coordinates whose sign lowers the task's loss at the new base. theseus: changes
+    turned into the coordinates of its layers, which may have other widths."""
+    vote: Literal["mean", "majority"] = "mean"
+    """Sign of gradfix: of the mean gradient, or of most rows' gradients."""
+    coefs: Annotated[tuple[float, ...], arg(metavar="GAMMA [GAMMA ...]")] = (1.0,)
+    """Factors of the moved changes; of several each task gets the one with the best score on dev."""
+    rows: int = 64
+    """Rows of each task that gradfix and theseus read, rounded up to whole batches."""
+    split: Literal["train", "dev"] = "train"
+    """Split of these rows; test is not allowed."""
+    label: Annotated[str | None, arg(help_behavior_hint="(default: the run's and the method)")] = None
+    """Name of the moved experts in tables."""
+    seed: int = 0
+    """Seed that selects rows."""
+    overwrite: bool = False
+    """Replace moved experts that exist."""
+    threads: int = 1
+    """CPU threads."""

@@ -1,0 +1,172 @@
+"""Experts of a run moved to another base, as a run of its own that can be merged and scored."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ... import checkpoint, errors, random, tree
+from ...checkpoint import BASE
+from ...data.batching import split_rows
+from ...errors import problems_of
+from ...merge import apply_vector, choose, task_vector
+from ...merge.parts.inputs import coef_problems
+from ...suites import Suite, describe_options, load_suite
+from ...transport import descent_signs, gradfix, theseus, turns
+from .. import outcome
+from ..cli import with_named
+from .inputs import Inputs, all_inputs, check_weights, load_inputs, manifest_of
+from .settings import Transport
+from .statistics import batches_of, digest, length, without_padding
+from .suite import common_suite
+
+# facts of an expert that hold for the moved one too; its cost, curves and probes are of the old base
+KEPT = "method", "hyperparameters", "training", "seed", "preset", "sigma_from"
+Params = dict[str, Tensor]
+
+
+def transport(asked: Transport) -> Iterator[str]:
+    """Move every expert; yields a line for each.
+
+    Raises: ValueError that lists what does not fit, before anything is written.
+    """
+    errors.raise_problems(_problems(asked))
+    inputs = load_inputs(*all_inputs(asked.run))
+    old = common_suite(inputs, {})
+    new = _other_suite(old, asked)
+    about = checkpoint.describe(new.base, kind="base", suite=dict(new.recipe))
+    facts = {task: _facts(asked, inputs, task) for task in inputs.experts}
+    places = {task: asked.out / task for task in facts}
+    finished = [task for task in facts if not asked.overwrite and _is_finished(places[task], facts[task], about)]
+    has_base = manifest_of(asked.out / BASE).get("fingerprint") == about["fingerprint"]
+    others = [*([] if has_base else [asked.out / BASE]), *(places[task] for task in facts if task not in finished)]
+    errors.raise_problems(
+        [text for path in others for text in problems_of(checkpoint.refuse_existing, path, overwrite=asked.overwrite)]
+    )
+    if not has_base:
+        checkpoint.save_expert(asked.out / BASE, new.base, about, overwrite=asked.overwrite)
+    for task, expert in inputs.experts.items():
+        outcome.add("moved", {"folder": places[task], "kept": task in finished})
+        if task in finished:
+            yield f"kept: {places[task]}: already finished"
+            continue
+        move, data = _mover(asked, old, new, task, expert)
+        params, found = _chosen(asked, new, task, move)
+        manifest = _manifest(asked, inputs.manifests[task], new, params, about, facts[task] | data | found)
+        checkpoint.save_expert(places[task], params, manifest | {"task": task}, overwrite=asked.overwrite, hashed=True)
+        yield f"moved: {places[task]}, coefficient {found['coef']:g}" + _scores(found)
+
+
+def _problems(asked: Transport) -> list[str]:
+    """Errors that need no model."""
+    problems = [f"rows is {asked.rows}, must be at least 1"] if asked.rows < 1 else []
+    problems += [] if asked.coefs else ["coefs is empty: give at least one"]
+    problems += [text for coef in asked.coefs for text in coef_problems(coef, "coefs")]
+    if not (asked.model or asked.suite_options):
+        problems.append("nothing says which base is the new one: pass --model NEW, or --suite-options")
+    if fixed := [name for name in ("name", "seed") if name in asked.suite_options]:
+        problems.append(f"--suite-options {' and '.join(fixed)} would give other tasks or splits: leave it out")
+    if asked.out.resolve() == asked.run.resolve():
+        problems.append(f"--out and --run are both {asked.run}: choose another folder for the moved experts")
+    return problems
+
+
+def _other_suite(old: Suite, asked: Transport) -> Suite:
+    """The suite of the same tasks and rows with the new base."""
+    if asked.model is not None and "model" not in describe_options(old.name):
+        raise ValueError(f"suite {old.name!r} has no model to choose: leave out --model, and pass --suite-options")
+    new = load_suite(**{**old.recipe, **with_named(asked.suite_options, model=asked.model)})
+    problems = [f"task {task!r} is not in the suite with these options" for task in old.tasks if task not in new.tasks]
+    if checkpoint.same(old.base, new.base):
+        problems.append(f"the new base has the weights of the old one, {asked.run / BASE}: there is nothing to move")
+    found = problems_of(lambda: tree.check_same(old.base, "the old base", **{"the new base": new.base}))
+    if found and (asked.method != "theseus" or old.base.keys() != new.base.keys()):
+        way = "theseus alone moves to other widths, and no method to other layers"
+        problems += [*found, f"{asked.method} does not move to other shapes: {way}"]
+    errors.raise_problems(problems)
+    return new
+
+
+def _facts(asked: Transport, inputs: Inputs, task: str) -> dict[str, Any]:
+    """What a moved expert was made from, besides its new base."""
+    facts = {"method": asked.method, "coefs": list(asked.coefs), "from": inputs.manifests[task].get("fingerprint")}
+    if asked.method != "add":
+        facts |= {"rows": asked.rows, "split": asked.split, "seed": asked.seed}
+    return facts | ({"vote": asked.vote} if asked.method == "gradfix" else {})
+
+
+def _is_finished(folder: Path, facts: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
+    """Whether a folder has the expert that these facts give. Raises: ValueError where its weights are damaged."""
+    manifest = manifest_of(folder)
+    own = manifest.get("transport") or {}
+    same = all(own.get(name) == value for name, value in facts.items())
+    if not (own and same and manifest.get("base_fingerprint") == about["fingerprint"]):
+        return False
+    check_weights(folder, manifest)
+    return True
+
+
+def _mover(
+    asked: Transport, old: Suite, new: Suite, task: str, expert: Params
+) -> tuple[Callable[[float], Params], dict[str, str]]:
+    """The moved expert as a function of the coefficient, and the digest of the rows that were read."""
+    expert = {path: leaf.to(old.base[path].device) for path, leaf in expert.items()}
+    if asked.method == "add":
+        vector = task_vector(expert, old.base)
+        return lambda coef: apply_vector(new.base, vector, coef=coef), {}
+    key = random.fold_in(random.fold_in(random.key(asked.seed), "transport"), task)
+    batches = batches_of(new, task, asked.split, asked.rows, key)
+    data = {"data": digest(batches)}
+    if asked.method == "gradfix":
+        parts = (
+            part
+            for batch in batches
+            for part in (new.split or split_rows)(batch, length(batch) if asked.vote == "majority" else 1)
+        )
+        signs = descent_signs(new.loss_fn(task), new.base, parts, vote=asked.vote)
+        return lambda coef: gradfix(new.base, old.base, expert, signs, coef=coef), data
+    before = without_padding(old, task, batches_of(old, task, asked.split, asked.rows, key))
+    after = without_padding(new, task, batches)
+    maps = turns(old.loss_fn(task), old.base, new.loss_fn(task), new.base, before, after)
+    return lambda coef: theseus(new.base, old.base, expert, maps, coef=coef), data
+
+
+def _chosen(asked: Transport, new: Suite, task: str, move: Callable[[float], Params]) -> tuple[Params, dict[str, Any]]:
+    """The moved expert with the best coefficient, and how it was found."""
+    if len(asked.coefs) == 1:
+        return move(asked.coefs[0]), {"coef": asked.coefs[0]}
+    found = choose(asked.coefs, lambda coef: new.score(move(coef), task, "dev"))
+    curve = [list(pair) for pair in found.curve]
+    return move(found.best), {"coef": found.best, "dev_curve": curve, "base_dev": new.score(new.base, task, "dev")}
+
+
+def _scores(found: Mapping[str, Any]) -> str:
+    """The end of the line of an expert whose coefficient was chosen."""
+    if "dev_curve" not in found:
+        return ""
+    best = max(score for _, score in found["dev_curve"])
+    return f", dev {best:.2f} (the new base {found['base_dev']:.2f})"
+
+
+def _manifest(
+    asked: Transport,
+    own: Mapping[str, Any],
+    new: Suite,
+    params: Params,
+    about: Mapping[str, Any],
+    facts: dict[str, Any],
+) -> dict[str, Any]:
+    """The manifest of a moved expert: that of train.py, with the suite and the base that it has now."""
+    kept = {name: own[name] for name in KEPT if name in own}
+    beside = {checkpoint.UNTRAINED: checkpoint.fingerprint(new.untrained)} if new.untrained else {}
+    return checkpoint.describe(
+        params,
+        kind="expert",
+        label=asked.label or f"{own['label']} by {asked.method}",
+        suite=dict(new.recipe),
+        base_fingerprint=about["fingerprint"],
+        transport=facts,
+        **kept,
+        **beside,
+    )
