@@ -18,7 +18,7 @@ from ..types import Batch, LossFn, Params
 from .changes import changes
 
 Others = Literal["zero", "add"]
-_KEPT = 1e-6  # of the mean square of a cross-covariance's entries: what no row shows is not turned
+_KEPT = 1e-9  # of the norm of a cross-covariance, over its size, on the diagonal: what no row shows is not turned
 
 
 class Turns(NamedTuple):
@@ -213,9 +213,7 @@ def _procrustes(total: Tensor) -> Tensor:
     """U Vᵀ of X_oldᵀ X_new."""
     tree.check_finite({"activations": total}, "the two bases")
     if total.shape[0] == total.shape[1]:
-        total = total + _KEPT * total.norm() / len(total) * torch.eye(
-            len(total), dtype=total.dtype, device=total.device
-        )
+        total.diagonal().add_(_KEPT * total.norm() / len(total))
     left, _, right = torch.linalg.svd(total, full_matrices=False)
     return left @ right
 

@@ -524,6 +524,45 @@ def by_rows(clones, found):
     yield "reg_mean_plus", _less(Ours().run(pool()).state_dict(), base)
 
 
+def by_transport(clones, found):
+    """Changes of the first expert of the stack moved to the second one, as if that were a base."""
+    old, new, rows = found.base, found.experts["e1"], found.rows["e0"]
+    delta = {path: leaf - old[path] for path, leaf in found.experts["e0"].items()}
+    methods = "src/merge_and_rebase/rebase/methods/"
+    modes = {"VALID_MASK_MODES": ("normal", "force")}
+    mask = take(clones, "apanariello4/merge-and-rebase", methods + "gradfix.py", "apply_gradfix_mask", **modes)
+    yield "gradfix_mr", mask.apply_gradfix_mask(found.experts["e2"], delta)  # any numbers have signs
+    names = "_compute_procrustes_map_from_cov", "_transport_weight", "_transport_bias"
+    theirs = take(clones, "apanariello4/merge-and-rebase", methods + "theseus.py", *names)
+    seen = [activations(tree, rows) for tree in (old, new)]
+    moved = {}
+    for path, leaf in delta.items():
+        layer, _, kind = path.rpartition(".")
+        ins, outs = (
+            theirs._compute_procrustes_map_from_cov(seen[0][layer, side].mT @ seen[1][layer, side])
+            for side in ("in", "out")
+        )
+        weight = kind == "weight"
+        moved[path] = (
+            theirs._transport_weight(leaf, ins, outs, key=path) if weight else theirs._transport_bias(leaf, outs)
+        )
+    yield "theseus_mr", moved
+
+
+def activations(tree, rows):
+    """Inputs and outputs of the stack's linear layers, float64."""
+    module, seen = module_of(tree).double(), {}
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Linear):
+
+            def hook(_, inputs, output, name=name):
+                seen[name, "in"], seen[name, "out"] = (x.detach().reshape(-1, x.shape[-1]) for x in (inputs[0], output))
+
+            layer.register_forward_hook(hook)
+    module(rows.double())
+    return seen
+
+
 def main():
     torch.set_num_threads(1)
     clones = sys.argv[1]
@@ -546,7 +585,7 @@ def main():
     runs = by_matrices, by_vectors, by_statistics, by_fusion_bench, by_sequence, by_factors
     for run, leaves in (pair for part in runs for pair in part(clones, found)):
         put(run, leaves)
-    for run, leaves in by_rows(clones, tasks):
+    for run, leaves in (pair for part in (by_rows, by_transport) for pair in part(clones, tasks)):
         put(run, leaves)
     save_file(out, sys.argv[2] if len(sys.argv) > 2 else Path(__file__).parent / "golden" / "peers.safetensors")
 

@@ -18,6 +18,7 @@ from smat_fn.config import IsoC, TaskArithmetic, Ties, TsvMerge
 from smat_fn.grad import ModuleLoss
 from smat_fn.merge.adamerging import adamerging
 from smat_fn.merge.reg_mean_plus import reg_mean_plus
+from smat_fn.transport import gradfix, theseus, turns
 
 HERE = Path(__file__).parent
 MADE = SimpleNamespace(**runpy.run_path(str(HERE / "make_peers.py")))
@@ -212,7 +213,8 @@ def difference(ours, theirs, *but):
 
 
 def test_every_run_has_a_row_and_every_row_a_run():
-    assert set(documented()) == {*RUNS, "adamerging_layer", "adamerging_task", "reg_mean_plus", "wudi_6000"}
+    of_rows = "adamerging_layer", "adamerging_task", "reg_mean_plus", "gradfix_mr", "theseus_mr"
+    assert set(documented()) == {*RUNS, *of_rows, "wudi_6000"}
     text = (HERE.parent.parent / "docs" / "merger_sources.md").read_text()
     assert [name for name, commit in MADE.COMMITS.items() if f"{name} @{commit}" not in text] == []
 
@@ -282,3 +284,15 @@ def test_reg_mean_plus_is_that_of_fusion_bench(stored):
     batches = {name: [rows] for name, rows in stored("net/rows").items()}
     found = reg_mean_plus(dict.fromkeys(NAMES, loss), base, experts, batches, scale=0.7)
     assert difference(less(found, base), stored("reg_mean_plus")) <= 4 * documented()["reg_mean_plus"]
+
+
+def test_transport_is_that_of_merge_and_rebase(stored):
+    old, new, expert = stored("net/base"), stored("net/e1"), stored("net/e0")
+    kept = gradfix(new, old, expert, stored("net/e2"))
+    assert difference(less(kept, new), stored("gradfix_mr")) <= 4 * documented()["gradfix_mr"]
+    loss = ModuleLoss(MADE.Stack(), lambda module, x: (module(x).sum(), None))
+    maps = turns(loss, old, loss, new, [stored("net/rows")["e0"]])
+    turned = theseus(new, old, expert, maps)
+    ambiguous = "embed.weight", "layers.0.0.weight", "layers.0.0.bias"  # activations of 3 dimensions in 4 or 5
+    assert difference(less(turned, new), stored("theseus_mr"), *ambiguous) <= 4 * documented()["theseus_mr"]
+    assert difference(less(turned, new), {path: leaf - old[path] for path, leaf in expert.items()}) > 0.1

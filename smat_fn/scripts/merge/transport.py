@@ -89,7 +89,7 @@ def _other_suite(old: Suite, asked: Transport) -> Suite:
 
 
 def _facts(asked: Transport, inputs: Inputs, task: str) -> dict[str, Any]:
-    """What a moved expert was made from, besides its new base."""
+    """The settings and the origin of a moved expert."""
     facts = {"method": asked.method, "coefs": list(asked.coefs), "from": inputs.manifests[task].get("fingerprint")}
     if asked.method != "add":
         facts |= {"rows": asked.rows, "split": asked.split, "seed": asked.seed}
