@@ -269,3 +269,24 @@ def test_what_does_not_fit_is_told_in_one_line_before_training(inputs, exits, tm
     for bound in ("0", "nan"):
         assert refused("--max-grad-norm", bound).endswith(f"is {bound}, must be positive (inf: no clipping)")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_experts_move_to_a_wider_model(inputs, exits, tmp_path, capsys):
+    example = runpy.run_path(str(ROOT / "examples/trace_tiny.py"))
+    texts = example["row_texts"](inputs / "rows", TASKS)
+    example["write_model"](tmp_path / "wide", texts, vocabulary=300, width=32, layers=1, seed=1)
+    cpu = ("--suite-options", "device", "cpu")
+    words = ("--preset", "lm", "--model", inputs / "model", "--data", inputs / "rows", "--steps", "2")
+    assert exits("train.py", "ft", *words, "--precision", "fp32", "--out", tmp_path / "run", *cpu) is None
+    move = ("transport", "--run", tmp_path / "run", "--model", tmp_path / "wide", "--rows", "4")
+    refused = exits("merge.py", *move, "--out", tmp_path / "moved")
+    assert "add does not move to other shapes: theseus alone moves to other widths" in refused
+    assert not (tmp_path / "moved").exists()
+    assert exits("merge.py", *move, "--method", "theseus", "--out", tmp_path / "moved") is None
+    assert f"moved: {tmp_path / 'moved' / 'MeetingBank'}, coefficient 1" in capsys.readouterr().out
+    base, expert = (checkpoint.load_leaves(tmp_path / "moved" / name)[0] for name in ("base", "MeetingBank"))
+    assert base["model.norm.weight"].shape == expert["model.norm.weight"].shape == (32,)
+    changed = {path for path, leaf in base.items() if not torch.equal(expert[path], leaf)}
+    assert {"model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.norm.weight"} <= changed
+    assert exits("merge.py", "ta", "--run", tmp_path / "moved", "--coef", "0.3", "--out", tmp_path / "merged") is None
