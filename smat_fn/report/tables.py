@@ -96,9 +96,14 @@ def main_table(rows: Iterable[Result], *, split: str = "test", methods: Sequence
     Raises: ValueError for two scores of one thing, for models that were not scored on the same tasks, for columns of
         one method that miss a seed, and for methods without rows.
     """
+    return _table(((row, row.score) for row in rows), split, methods)
+
+
+def _table(rows: Iterable[tuple[Result, float]], split: str, methods: Sequence[str] | None) -> MainTable:
+    """`main_table` of rows and their numbers."""
     scores: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
     problems = []
-    for row in rows:
+    for row, score in rows:
         expert = row.model == EXPERT + row.task
         column = "Expert" if expert else row.model.upper()
         if row.split != split or column not in (*COLUMNS, *MORE):
@@ -106,7 +111,7 @@ def main_table(rows: Iterable[Result], *, split: str = "test", methods: Sequence
         tasks = scores.setdefault((row.method, column), {}).setdefault(row.seed, {})
         if row.task in tasks:
             problems.append(f"{row.method}, {row.model}, seed {row.seed} has two scores on {row.task}")
-        tasks[row.task] = row.score
+        tasks[row.task] = score
     methods = list(dict.fromkeys(method for method, _ in scores)) if methods is None else methods
     cells = {}
     for method in methods:
@@ -126,6 +131,25 @@ def main_table(rows: Iterable[Result], *, split: str = "test", methods: Sequence
             five = [line[merger] for merger in MERGERS]
             line["Avg"] = cell_of({s: float(np.mean([cell.by_seed[s] for cell in five])) for s in five[0].by_seed})
     return MainTable(split, cells)
+
+
+def relative_table(rows: Iterable[Result], *, split: str = "test") -> MainTable:
+    """`main_table` of merged scores in % of the expert's of the same method, seed and task, as normalised accuracy.
+
+    Raises: ValueError as `main_table`, and that lists merged models whose experts were not scored, or score 0.
+    """
+    rows = [row for row in rows if row.split == split]
+    experts = {(row.method, row.seed, row.task): row.score for row in rows if row.model == EXPERT + row.task}
+    merged = [row for row in rows if not row.model.startswith(EXPERT)]
+    lacking = {of: experts.get(of) for row in merged if not experts.get(of := (row.method, row.seed, row.task))}
+    raise_problems(
+        [
+            f"{method}, seed {seed}: the expert of {task} {'was not scored, give it' if s is None else 'scores 0'}: "
+            "merged scores have no share of it"
+            for (method, seed, task), s in lacking.items()
+        ]
+    )
+    return _table(((row, 100 * row.score / experts[row.method, row.seed, row.task]) for row in merged), split, None)
 
 
 def is_best(cell: Cell, others: Iterable[Cell]) -> bool:
@@ -157,13 +181,15 @@ def marked(table: MainTable, mark: Callable[[str], str], *, joint: str = " ") ->
     }
 
 
-def terminal(table: MainTable) -> "RichTable":
+def terminal(table: MainTable, *, relative: bool = False) -> "RichTable":
     """The table for ``rich.print``, the best of each column in bold."""
+    unit = "in % of the expert's, mean over tasks" if relative else "over tasks, 0 to 100"
     lines = marked(table, "[bold]{}[/bold]".format, joint="\n")
     from rich.markup import escape
 
     rows = [[escape(method), *texts] for method, texts in lines.items()]
-    return rich_table(f"mean {table.split} score over tasks, 0 to 100", ["Method", *table.columns], rows)
+    title = f"{table.split} score {unit}" if relative else f"mean {table.split} score {unit}"
+    return rich_table(title, ["Method", *table.columns], rows)
 
 
 def rich_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> "RichTable":

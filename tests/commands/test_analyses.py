@@ -212,7 +212,10 @@ def test_every_option_reaches_an_evaluation(monkeypatch):
         pictures: {"check_picture": note},
         plots: {"check_colours": note, "main_plot": lambda table, *, title: got.update(title=title)},
         checkpoint: {"write_bytes": lambda file, content: got.update(plot=file)},
-        tables: {"main_table": lambda rows, *, split: got.update(table=split), "terminal": note, "show": note},
+        tables: {
+            "main_table": lambda rows, *, split: got.update(table=split), "terminal": note, "show": note,
+            "relative_table": lambda rows, *, split: got.update(relative=split),
+        },
         evaluation: {
             "find_checkpoints": lambda paths: got.update(paths=paths) or [], "lacking_experts": lambda paths: [],
             "evaluate": evaluated, "write_report": lambda out, *args, **more: got.update(out=out),
@@ -236,6 +239,8 @@ def test_every_option_reaches_an_evaluation(monkeypatch):
         ({"split": "dev", "plot": Path("p.png")}, {
             **drawn, "title": "dev score, mean over tasks", "split": "dev", "table": "dev",
         }),
+        ({"base": True}, {"base": True}),
+        ({"relative": True}, {"relative": "test"}),
         ({"preset": "lm"}, {"implied": {"name": "trace", **PRESETS["lm"].options}}),
         ({"model": "M"}, {"options": {"model": "M"}}),
         ({"data": "D"}, {"options": {"data": "D"}}),

@@ -7,7 +7,7 @@ import pytest
 
 from smat_fn.config import MORE_MERGERS
 from smat_fn.evaluate import Result
-from smat_fn.report.tables import COLUMNS, main_table, markdown, rich_table, show, terminal
+from smat_fn.report.tables import COLUMNS, main_table, markdown, relative_table, rich_table, show, terminal
 
 
 def test_means_over_tasks_mergers_and_seeds(rows):
@@ -21,6 +21,22 @@ def test_means_over_tasks_mergers_and_seeds(rows):
         assert line["Avg"].scores == (45 + bonus, 47 + bonus)
         assert line["Avg"].mean == 46 + bonus
         assert line["Avg"].sd == pytest.approx(2**0.5)
+
+
+def test_relative_scores_are_means_of_shares_and_no_shares_of_means():
+    rows = [
+        Result("FT", "expert:a", "a", "test", 80.0, 0), Result("FT", "expert:b", "b", "test", 10.0, 0),
+        Result("FT", "ta", "a", "test", 40.0, 0), Result("FT", "ta", "b", "test", 15.0, 0),
+        Result("FT", "ta", "a", "dev", 1.0, 0), Result("BASE", "expert:a", "a", "test", 20.0, 0),
+    ]  # fmt: skip
+    table = relative_table(rows)
+    assert {method: list(line) for method, line in table.cells.items()} == {"FT": ["TA"]}
+    assert table.cells["FT"]["TA"].scores == (100.0,)  # of 50 % and 150 %; 55 / 90 would be 61 %
+    zero = [replace(row, score=0.0) if row.model == "expert:b" else row for row in rows]
+    with pytest.raises(ValueError, match="FT, seed 0: the expert of b scores 0: merged scores have no share of it"):
+        relative_table(zero)
+    with pytest.raises(ValueError, match="FT, seed 0: the expert of a was not scored, give it"):
+        relative_table(rows[1:])
 
 
 def test_markdown():

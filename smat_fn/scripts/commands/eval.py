@@ -37,6 +37,10 @@ class Eval:
     """PNG with the mean scores of experts and merged models by method."""
     split: Literal["test", "dev"] = "test"
     """Split to score."""
+    base: bool = False
+    """Also score the base on the tasks of its experts: a line BASE, in the column Expert."""
+    relative: bool = False
+    """Print a second table: scores of merged models in % of the expert's, mean over tasks (normalised accuracy)."""
     preset: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: none)")] = None
     """Preset of train.py (lm, text, images) whose suite scores checkpoints that name none: merges of downloaded
     experts."""
@@ -62,7 +66,7 @@ def main(args: Eval) -> None:
     from smat_fn.evaluate.scoring import shares_note
     from smat_fn.folders.files import identity
     from smat_fn.report.plots import check_colours, main_plot
-    from smat_fn.report.tables import main_table, show, terminal
+    from smat_fn.report.tables import main_table, relative_table, show, terminal
     from smat_fn.scripts.evaluate import evaluation
 
     torch.set_num_threads(args.threads)
@@ -81,12 +85,22 @@ def main(args: Eval) -> None:
     recipes: dict[Path, dict[str, Any]] = {}
     before = identity(args.out / evaluation.RESULTS) if args.out else None
     rows = evaluation.evaluate(
-        folders, split=args.split, options=options, implied=implied, keep=args.out, recipes=recipes, report=outcome.line
+        folders,
+        split=args.split,
+        options=options,
+        implied=implied,
+        keep=args.out,
+        recipes=recipes,
+        report=outcome.line,
+        base=args.base,
     )
     if note := shares_note(row.score for row in rows):
         outcome.line(f"note: {note}")
     table = main_table(rows, split=args.split)
     show(terminal(table))
+    relative = relative_table(rows, split=args.split) if args.relative else None
+    if relative is not None:
+        show(terminal(relative, relative=True))
     for row in rows:
         outcome.add("scores", vars(row))
     if args.out:
@@ -94,7 +108,7 @@ def main(args: Eval) -> None:
             outcome.line(
                 f"note: replaces {file}, which another evaluation wrote meanwhile: rerun with the checkpoints of both"
             )
-        evaluation.write_report(args.out, rows, table, checkpoints=folders, recipes=recipes)
+        evaluation.write_report(args.out, rows, table, checkpoints=folders, recipes=recipes, relative=relative)
         outcome.line(f"results: {args.out}")
         outcome.add("written", args.out)
     if args.plot:

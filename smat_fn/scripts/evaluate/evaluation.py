@@ -16,7 +16,7 @@ from ... import checkpoint, errors, lora, machine, tree
 from ...errors import problems_of
 from ...evaluate import Records, Result, Scorer, score_bar, score_models, write_results
 from ...evaluate.records import ANSWERS, SCORES
-from ...evaluate.results import RUNS, model_of, run_of
+from ...evaluate.results import EXPERT, RUNS, model_of, run_of
 from ...evaluate.statistics import differences
 from ...folders.inputs.adapters import is_adapter
 from ...folders.inputs.opening import local_folder, read_inputs
@@ -31,6 +31,7 @@ from ..merge.whole_models import lacking_problems, own_dtype, suite_part, whole_
 
 SCORED = "expert", "merged"  # kinds of manifests that tell the tasks; an exported model is as one of another tool
 RESULTS = "results.jsonl"
+BASE = "BASE"  # label of the base in tables
 OTHER = "folder"  # in what stands for the manifest of an expert of another tool
 
 
@@ -120,6 +121,7 @@ def evaluate(
     recipes: dict[Path, dict[str, Any]] | None = None,
     check: Callable[[MainTable], object] = lambda table: None,
     report: Callable[[str], None] = lambda line: None,
+    base: bool = False,
 ) -> list[Result]:
     """Score checkpoints: experts on their own task, merged models on every task of the experts merged into them.
 
@@ -137,6 +139,7 @@ def evaluate(
         recipes: gets the recipe of the suite that each checkpoint is scored on, with ``options``.
         check: called with the table to come, of zeros, before anything is scored: raises where its cells do not do.
         report: called with each line of notes on the suites, before anything is scored.
+        base: also score the base of the experts on their tasks, as the experts of label `BASE`.
 
     Raises:
         ValueError: lists every checkpoint without a suite, of another base, merged from other experts than those that
@@ -146,6 +149,7 @@ def evaluate(
     """
     manifests = manifests_of(folders)
     own, suites = _suites(manifests, options or {}, implied, split)
+    errors.raise_problems(_base_problems(manifests, own, suites) if base else [])
     check(main_table(planned(manifests.values(), split=split), split=split))
     if recipes is not None:
         recipes.update({folder: dict(suites[recipe][0].recipe) for folder, recipe in own.items()})
@@ -178,7 +182,38 @@ def evaluate(
                     scorer=scorer,
                     prints={model: known},
                 )
+        if base:
+            rows += _of_bases(manifests, own, scorers, split)
     return rows
+
+
+def _of_bases(
+    manifests: Mapping[Path, Mapping[str, Any]], own: Mapping[Path, str], scorers: Mapping[str, Scorer], split: str
+) -> list[Result]:
+    """The scores of the bases on the tasks of their checkpoints, for every seed, as experts of label `BASE`."""
+    found: dict[tuple[int, str], Result] = {}
+    for folder, manifest in manifests.items():
+        scorer, seed = scorers[own[folder]], manifest["seed"]
+        for task in _tasks(manifest):
+            if (seed, task) not in found:
+                models = {EXPERT + task: scorer.suite.base}
+                (found[seed, task],) = score_models(scorer.suite, models, split, method=BASE, seed=seed, scorer=scorer)
+    return [*found.values()]
+
+
+def _base_problems(
+    manifests: Mapping[Path, Mapping[str, Any]], own: Mapping[Path, str], suites: Mapping[str, tuple[Suite, str]]
+) -> list[str]:
+    """The error for checkpoints of one seed that have several bases, which one line cannot show."""
+    of: dict[int, dict[str, Path]] = {}
+    for folder, manifest in manifests.items():
+        of.setdefault(manifest["seed"], {}).setdefault(suites[own[folder]][1], folder)
+    return [
+        f"{' and '.join(map(str, found.values()))} have different bases, and seed {seed} has one line {BASE}: evaluate "
+        "them one by one, or leave out --base"
+        for seed, found in of.items()
+        if len(found) > 1
+    ]
 
 
 def _suites(
@@ -457,12 +492,14 @@ def write_report(
     *,
     checkpoints: Sequence[Path],
     recipes: Mapping[Path, Mapping[str, Any]] = MappingProxyType({}),
+    relative: MainTable | None = None,
 ) -> None:
     """``results.jsonl`` (a line a score), ``table.md`` and ``results.json`` (means, what was scored) in a folder.
 
     ``runs.jsonl`` beside them has what the manifests say: eval.py report needs no checkpoint.
 
-    Args: recipes: the suite that each checkpoint was scored on, as `evaluate` fills it in (default: its manifest's).
+    Args: recipes: the suite that each checkpoint was scored on, as `evaluate` fills it in (default: its manifest's);
+        relative: scores in % of the experts', a second table.
     """
     write_results(out / RESULTS, rows)
     manifests = [
@@ -477,16 +514,22 @@ def write_report(
         "suites": list({json.dumps(m["suite"]): m["suite"] for m in manifests}.values()),
         "learning_rates": {m["label"]: m["training"]["lr"] for m in manifests if "lr" in (m.get("training") or {})},
         "split": table.split,
-        "means": {
-            method: {
-                column: {"mean": cell.mean, "sd": cell.sd, "by_seed": cell.by_seed} for column, cell in line.items()
-            }
-            for method, line in table.cells.items()
-        },
+        "means": _means(table),
+        **({} if relative is None else {"relative": _means(relative)}),
         "coefs": {f"{row.method} {row.model} seed {row.seed}": row.coef for row in rows if row.coef is not None},
     }
-    for name, text in {"table.md": markdown(table), "results.json": json.dumps(summary, indent=2) + "\n"}.items():
-        checkpoint.write_text(out / name, text)
+    text = markdown(table)
+    if relative is not None:
+        text += f"\nIn % of the expert's score, mean over tasks:\n\n{markdown(relative)}"
+    for name, content in {"table.md": text, "results.json": json.dumps(summary, indent=2) + "\n"}.items():
+        checkpoint.write_text(out / name, content)
+
+
+def _means(table: MainTable) -> dict[str, Any]:
+    return {
+        method: {column: {"mean": cell.mean, "sd": cell.sd, "by_seed": cell.by_seed} for column, cell in line.items()}
+        for method, line in table.cells.items()
+    }
 
 
 def verdict(table: MainTable) -> str:

@@ -23,8 +23,10 @@ from smat_fn.scripts.evaluate import evaluation
 from smat_fn.scripts.evaluate.evaluation import evaluate, find_checkpoints, verdict, write_report
 from smat_fn.scripts.merge.inputs import find_inputs
 from smat_fn.scripts.merge.merging import merge_run
+from smat_fn.suites import load_suite
 from smat_fn.testing import assert_trees_equal
 
+RECIPE = {"seed": 21, "images_per_task": 120}
 FIXED = [
     WeightAverage(),
     TaskArithmetic(coef=0.3),
@@ -68,6 +70,25 @@ def test_checkpoints_are_found_below_folders_once_and_without_bases(runs, merged
     assert find_checkpoints([Path("rot90=exported")]) == [Path("rot90=exported")]
     with pytest.raises(ValueError, match=f"^{runs['ft'] / 'rot90'} is a checkpoint of train.py or merge.py: give it w"):
         find_checkpoints([Path(f"x={runs['ft'] / 'rot90'}")])
+
+
+def test_the_base_is_a_line_of_its_own(runs, suite, folders, rows):
+    more = evaluate(folders, base=True)
+    assert more[: len(rows)] == rows
+    wanted = [Result("BASE", f"expert:{t}", t, "test", suite.score(suite.base, t, "test"), 21) for t in sorted(suite.tasks)]
+    assert more[len(rows) :] == wanted
+    line = main_table(more).cells["BASE"]
+    assert list(line) == ["Expert"]
+    assert line["Expert"].mean == pytest.approx(sum(row.score for row in wanted) / len(wanted))
+
+
+def test_several_bases_have_no_line(runs, tmp_path, train, suite):
+    other = load_suite("digits", progress=False, **{**RECIPE, "pretrain_steps": 12})
+    train(tmp_path / "other", "ft", suite=other, tasks=("rot90",), training=Training(steps=1, lr=5e-4), label="OTHER")
+    both = find_checkpoints([runs["ft"] / "rot90", tmp_path / "other"])
+    assert len(evaluate(both)) == 2
+    with pytest.raises(ValueError, match="have different bases, and seed 21 has one line BASE: evaluate them one by"):
+        evaluate(both, base=True)
 
 
 def test_tasks_without_an_expert_are_named(runs, tmp_path):
