@@ -61,7 +61,6 @@ def main(args: Eval) -> None:
     import torch
 
     from smat_fn.checkpoint import write_bytes
-    from smat_fn.config import preset_of
     from smat_fn.errors import raise_problems
     from smat_fn.evaluate.scoring import shares_note
     from smat_fn.folders.files import identity
@@ -73,14 +72,15 @@ def main(args: Eval) -> None:
     if args.plot:
         pictures.check_picture(args.plot)
     raise_problems(evaluation.foreign_problems(args.out) if args.out else [])
-    implied = {}
-    if args.preset is not None:
-        implied = {"name": (preset := preset_of(args.preset)).suite, **preset.options}
+    implied = _implied(args.preset)
     folders = evaluation.find_checkpoints(args.checkpoints)
     for note in evaluation.lacking_experts(args.checkpoints):
         outcome.line(f"note: {note}")
+    manifests = evaluation.manifests_of(folders).values()
     if args.plot:
-        check_colours(manifest["label"] for manifest in evaluation.manifests_of(folders).values())
+        check_colours(manifest["label"] for manifest in manifests)
+    if args.relative:  # whether each merge has its experts, before anything is scored
+        relative_table(evaluation.planned(manifests, split=args.split, score=1.0), split=args.split)
     options = cli.with_named(args.suite_options, model=args.model, data=args.data)
     recipes: dict[Path, dict[str, Any]] = {}
     before = identity(args.out / evaluation.RESULTS) if args.out else None
@@ -96,10 +96,8 @@ def main(args: Eval) -> None:
     )
     if note := shares_note(row.score for row in rows):
         outcome.line(f"note: {note}")
-    table = main_table(rows, split=args.split)
-    show(terminal(table))
-    relative = relative_table(rows, split=args.split) if args.relative else None
-    if relative is not None:
+    show(terminal(table := main_table(rows, split=args.split)))
+    if relative := relative_table(rows, split=args.split) if args.relative else None:
         show(terminal(relative, relative=True))
     for row in rows:
         outcome.add("scores", vars(row))
@@ -117,6 +115,13 @@ def main(args: Eval) -> None:
         outcome.add("written", args.plot)
     outcome.line(verdict := evaluation.verdict(table))
     outcome.add("verdict", verdict)
+
+
+def _implied(preset: str | None) -> dict[str, Any]:
+    """Name and options of the suite of a preset."""
+    from smat_fn.config import preset_of
+
+    return {} if preset is None else {"name": preset_of(preset).suite, **preset_of(preset).options}
 
 
 @dataclass(frozen=True)

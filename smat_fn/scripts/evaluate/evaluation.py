@@ -302,10 +302,10 @@ def _but_tasks(recipe: Mapping[str, Any]) -> str:
     return json.dumps({name: value for name, value in recipe.items() if name != "tasks"}, default=repr)
 
 
-def planned(manifests: Iterable[Mapping[str, Any]], *, split: str) -> list[Result]:
-    """The rows that `evaluate` will return for checkpoints, all with score 0."""
+def planned(manifests: Iterable[Mapping[str, Any]], *, split: str, score: float = 0.0) -> list[Result]:
+    """The rows that `evaluate` will return for checkpoints, all with one score."""
     return [
-        Result(manifest["label"], model_of(manifest), task, split, 0.0, manifest["seed"])
+        Result(manifest["label"], model_of(manifest), task, split, score, manifest["seed"])
         for manifest in manifests
         for task in _tasks(manifest)
     ]

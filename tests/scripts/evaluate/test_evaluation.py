@@ -75,7 +75,9 @@ def test_checkpoints_are_found_below_folders_once_and_without_bases(runs, merged
 def test_the_base_is_a_line_of_its_own(runs, suite, folders, rows):
     more = evaluate(folders, base=True)
     assert more[: len(rows)] == rows
-    wanted = [Result("BASE", f"expert:{t}", t, "test", suite.score(suite.base, t, "test"), 21) for t in sorted(suite.tasks)]
+    wanted = [
+        Result("BASE", f"expert:{t}", t, "test", suite.score(suite.base, t, "test"), 21) for t in sorted(suite.tasks)
+    ]
     assert more[len(rows) :] == wanted
     line = main_table(more).cells["BASE"]
     assert list(line) == ["Expert"]
