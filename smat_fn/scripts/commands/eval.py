@@ -72,7 +72,6 @@ def main(args: Eval) -> None:
     if args.plot:
         pictures.check_picture(args.plot)
     raise_problems(evaluation.foreign_problems(args.out) if args.out else [])
-    implied = _implied(args.preset)
     folders = evaluation.find_checkpoints(args.checkpoints)
     for note in evaluation.lacking_experts(args.checkpoints):
         outcome.line(f"note: {note}")
@@ -85,15 +84,9 @@ def main(args: Eval) -> None:
     recipes: dict[Path, dict[str, Any]] = {}
     before = identity(args.out / evaluation.RESULTS) if args.out else None
     rows = evaluation.evaluate(
-        folders,
-        split=args.split,
-        options=options,
-        implied=implied,
-        keep=args.out,
-        recipes=recipes,
-        report=outcome.line,
-        base=args.base,
-    )
+        folders, split=args.split, options=options, implied=_implied(args.preset), keep=args.out, recipes=recipes,
+        report=outcome.line, base=args.base,
+    )  # fmt: skip
     if note := shares_note(row.score for row in rows):
         outcome.line(f"note: {note}")
     show(terminal(table := main_table(rows, split=args.split)))
