@@ -758,7 +758,8 @@ def banded(sources, start, size, bands, splits, ratios, weights, elect, mean, ma
         (experts, 4), magnitudes from [0] on, below [2], stay, from position splits[0] on those from [1] on, and from
         splits[1] on those below [3]; splits: int64 (experts, 2); ratios, weights: float32 (experts,), each vector is
         multiplied by both; elect: take only what has the sign of the sum, else all; mean: over the weights of what is
-        elected; majority: the sign of a zero sum; divisor: of the sum of all; target: (1, 2), as sources.
+        elected, or of what is not 0; majority: the sign of a zero sum; divisor: of the sum of all; target: (1, 2), as
+        sources.
     Returns: squared norms of rounding error and change, the largest magnitude of a difference and of the result.
     """
     count = len(sources) - 1
@@ -783,11 +784,26 @@ def banded(sources, start, size, bands, splits, ratios, weights, elect, mean, ma
                 total = merged[j]
                 sign[j] = float32(1) if total > 0 else float32(-1) if total < 0 else majority
             _agreeing(rows, 0, n, sign, mean, weights, merged, agreeing)
+        elif mean:
+            _over_present(rows, n, weights, merged, agreeing)
         else:
             _divided(merged, n, divisor)
         written = max(written, _finish(merged, n, origin, coef, target, first, change, error, sums))
         first += n
     return sums[0].sum(), sums[1].sum(), largest, written
+
+
+@inlined
+def _over_present(rows, n, weights, total, share):  # type: ignore[no-untyped-def]
+    """Divides the sums of n numbers of all rows by the weights of those that are not 0, where their sum is not 0."""
+    for j in range(n):
+        share[j] = float32(0)
+    for i in range(len(rows)):
+        row, weight = rows[i], weights[i]
+        for j in range(n):
+            share[j] += weight if row[j] != 0 else float32(0)
+    for j in range(n):
+        total[j] /= share[j] if share[j] != 0 else float32(1)
 
 
 @inlined

@@ -12,10 +12,13 @@ from .parts import looped
 from .parts.arithmetic import add, zeroed
 from .parts.chunks import Piece
 from .parts.inputs import Experts
-from .parts.merger import UNKNOWN, Mapped, Merger, Rule, merged, vector_function
+from .parts.merger import UNKNOWN, Mapped, Rule, merged, vector_function
+from .parts.per_expert import Numbers, Weighted
 
 
-def consensus(base: Params, experts: Experts, *, coef: float, ratio: float, least: int = 2) -> Params:
+def consensus(
+    base: Params, experts: Experts, *, coef: float, ratio: float, least: int = 2, weights: Numbers | None = None
+) -> Params:
     """θ₀ + γ 1[Σ_i m_i ≥ least] ⊙ τ, τ = Σ_i Δ_i, m_i = 1 where |Δ_i| > ratio · |τ − Δ_i| (TALL masks), else 0.
 
     Args:
@@ -25,6 +28,7 @@ def consensus(base: Params, experts: Experts, *, coef: float, ratio: float, leas
         ratio: λ of the masks, at least 0. The authors choose one for each task among 0.2 to 0.6 on validation data;
             here all have one.
         least: experts that must need a coordinate, at least 0; 2 in the paper, 1 removes what none needs.
+        weights: w_i by expert, finite: Δ_i counts as w_i Δ_i. A number, or {glob: number} by leaf; 1 for others.
 
     Returns:
         A new tree of base's structure and dtypes; non-floating leaves are base's.
@@ -58,7 +62,7 @@ def ratio_problems(ratio: float) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Consensus(Merger):
+class Consensus(Weighted):
     """Consensus TA: task arithmetic without the coordinates that too few experts need."""
 
     name = "consensus"
@@ -72,9 +76,10 @@ class Consensus(Merger):
     """Minimum number of experts that must need a coordinate; it is dropped otherwise."""
 
     def problems(self, experts: Experts) -> list[str]:
-        return ratio_problems(self.ratio) + ([] if self.least >= 0 else [f"least is {self.least}, must be at least 0"])
+        problems = [] if self.least >= 0 else [f"least is {self.least}, must be at least 0"]
+        return ratio_problems(self.ratio) + problems + super().problems(experts)
 
-    def rule(self, leaves: Mapped) -> Rule:
+    def plain(self, leaves: Mapped) -> Rule:
         return Rule(
             lambda _: lambda piece: fuse(piece, self.ratio, self.least),
             loop=lambda _: partial(looped.combined, kind="CONSENSUS", one=self.ratio, two=self.least),

@@ -12,6 +12,7 @@ from ..types import Params
 from .parts.arithmetic import add, agreeing, zeroed
 from .parts.inputs import Experts
 from .parts.merger import merged, vector_function
+from .parts.per_expert import Numbers
 from .parts.spectral import Mix, Others, Spectral, leading, orthonormal, rest, svd
 from .tsv_merge import count_of
 
@@ -30,6 +31,7 @@ def dc_merge(
     elect: bool = True,
     smooth: Smooth = "none",
     ratio: float = 5.0,
+    weights: Numbers | None = None,
 ) -> Params:
     """θ₀ + γ Û (B ⊙ M) V̂ᵀ, per matrix; M is the TIES mean of the M_i = Ûᵀ U_i Σ_i V_iᵀ V̂, B is 1 on N blocks k × k.
 
@@ -52,6 +54,7 @@ def dc_merge(
         elect: False takes the sum of all kept entries instead.
         smooth: "none", as the authors for fully fine-tuned experts; "mean" or "linear" as for LoRA.
         ratio: of "linear", at least 1.
+        weights: w_i by expert, finite: Δ_i counts as w_i Δ_i. A number, or {glob: number} by leaf; 1 for others.
 
     Returns:
         A new tree of base's structure and dtypes; non-floating leaves are base's. The last bits are those of the

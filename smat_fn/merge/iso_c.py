@@ -10,10 +10,19 @@ from .parts import tall
 from .parts.arithmetic import add
 from .parts.inputs import Experts
 from .parts.merger import merged, vector_function
+from .parts.per_expert import Numbers
 from .parts.spectral import Mix, Others, Spectral, svd
 
 
-def iso_c(base: Params, experts: Experts, *, coef: float, others: Others = "mean", skip: Sequence[str] = ()) -> Params:
+def iso_c(
+    base: Params,
+    experts: Experts,
+    *,
+    coef: float,
+    others: Others = "mean",
+    skip: Sequence[str] = (),
+    weights: Numbers | None = None,
+) -> Params:
     """θ₀ + γ σ̄ U Vᵀ, per matrix Σ_i Δ_i = U Σ Vᵀ, σ̄ the mean of its min(rows, columns) singular values.
 
     Directions whose singular value is 0 up to rounding are left out, they have no unique vectors.
@@ -24,6 +33,7 @@ def iso_c(base: Params, experts: Experts, *, coef: float, others: Others = "mean
         coef: γ (α in the paper), finite.
         others: of leaves that are not matrices: "mean" of the task vectors, as the authors, or "zero".
         skip: globs of matrices that count as such leaves; the authors skip "*text_projection*".
+        weights: w_i by expert, finite: Δ_i counts as w_i Δ_i. A number, or {glob: number} by leaf; 1 for others.
 
     Returns:
         A new tree of base's structure and dtypes; non-floating leaves are base's. The last bits are those of the

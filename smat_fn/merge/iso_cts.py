@@ -13,6 +13,7 @@ from .parts import tall
 from .parts.arithmetic import add
 from .parts.inputs import Experts
 from .parts.merger import merged, vector_function
+from .parts.per_expert import Numbers
 from .parts.spectral import Mix, Others, Spectral, leading, orthonormal, svd
 
 
@@ -24,6 +25,7 @@ def iso_cts(
     others: Others = "mean",
     skip: Sequence[str] = (),
     common: float = 0.8,
+    weights: Numbers | None = None,
 ) -> Params:
     """θ₀ + γ σ̄ Û V̂ᵀ, per matrix; U holds the k leading left vectors U_c of Σ_i Δ_i and s of each expert's own part.
 
@@ -40,6 +42,7 @@ def iso_cts(
         others: of leaves that are not matrices: "mean" of the task vectors, as the authors, or "zero".
         skip: globs of matrices that count as such leaves; the authors skip "*text_projection*".
         common: share of directions for what the experts have in common, in [0, 1]; 0.8 in the paper.
+        weights: w_i by expert, finite: Δ_i counts as w_i Δ_i. A number, or {glob: number} by leaf; 1 for others.
 
     Returns:
         A new tree of base's structure and dtypes; non-floating leaves are base's. The last bits are those of the

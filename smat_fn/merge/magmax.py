@@ -11,15 +11,17 @@ from ..types import Params
 from .parts import looped
 from .parts.chunks import Piece
 from .parts.inputs import Experts
-from .parts.merger import UNKNOWN, Mapped, Merger, Rule, merged, vector_function
+from .parts.merger import UNKNOWN, Mapped, Rule, merged, vector_function
+from .parts.per_expert import Numbers, Weighted
 
 
-def magmax(base: Params, experts: Experts, *, coef: float) -> Params:
+def magmax(base: Params, experts: Experts, *, coef: float, weights: Numbers | None = None) -> Params:
     """θ₀ + γ τ, τ = Δ_i of ``i = argmax_i |Δ_i|`` in every coordinate; of two opposite ones the positive.
 
     Args:
         experts: {name: tree} or a list of trees.
         coef: γ, finite.
+        weights: w_i by expert, finite: Δ_i counts as w_i Δ_i. A number, or {glob: number} by leaf; 1 for others.
 
     Returns: a new tree of base's structure and dtypes; non-floating leaves are base's.
     Raises: ValueError that lists every problem of values, structure and shapes.
@@ -36,7 +38,7 @@ def fuse(piece: Piece) -> Tensor:
 
 
 @dataclass(frozen=True)
-class MagMax(Merger):
+class MagMax(Weighted):
     """MagMax: in each coordinate, the experts' change of largest magnitude."""
 
     name = "magmax"
@@ -45,7 +47,7 @@ class MagMax(Merger):
     coef: float | None = None
     """gamma, the factor of the merged update. Presets have none: set it, or choose it on dev with --search."""
 
-    def rule(self, leaves: Mapped) -> Rule:
+    def plain(self, leaves: Mapped) -> Rule:
         return Rule(lambda _: fuse, loop=lambda _: partial(looped.combined, kind="MAGMAX"))
 
 

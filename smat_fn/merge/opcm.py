@@ -14,6 +14,7 @@ from .parts import tall
 from .parts.arithmetic import add, blocks_memory
 from .parts.inputs import Experts
 from .parts.merger import Mapped, Rule, merged, vector_function
+from .parts.per_expert import Numbers, Weighted
 from .parts.spectral import OfMatrices, is_matrix, matrices_of, matrix_rule, of_matrix, skip_problems, svd
 
 
@@ -25,6 +26,7 @@ def opcm(
     share: float = 0.5,
     skip: Sequence[str] = (),
     norms: bool = True,
+    weights: Numbers | None = None,
 ) -> Params:
     """θ₀ + γ c S_N; S_1 = Δ_1, per matrix S_t = S_{t−1} + Δ_t − U (K ⊙ Uᵀ Δ_t V) Vᵀ, with S_{t−1} = U Σ Vᵀ.
 
@@ -40,6 +42,7 @@ def opcm(
         share: α of the paper, in [0, 1); 0.5 in the source.
         skip: globs of matrices that are summed; the source takes the weights of linear layers alone.
         norms: False leaves out c, for which every matrix is decomposed twice.
+        weights: w_i by expert, finite: Δ_i counts as w_i Δ_i. A number, or {glob: number} by leaf; 1 for others.
 
     Returns:
         A new tree of base's structure and dtypes; non-floating leaves are base's. The last bits are those of the
@@ -69,7 +72,7 @@ def accumulated(deltas: list[Tensor], *, share: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Opcm(OfMatrices):
+class Opcm(Weighted, OfMatrices):
     """OPCM: add the experts one by one, each without its component along the directions of the earlier ones."""
 
     name = "opcm"
@@ -84,13 +87,13 @@ class Opcm(OfMatrices):
 
     def problems(self, experts: Experts) -> list[str]:
         problems = [] if 0 <= self.share < 1 else [f"share is {self.share}, must be at least 0 and below 1"]
-        return problems + skip_problems(self.skip)
+        return problems + skip_problems(self.skip) + super().problems(experts)
 
     def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
         # for c, of leaves that are not matrices too
         return max(super().memory(leaves, experts), blocks_memory(leaves, experts) if self.norms else 0)
 
-    def rule(self, leaves: Mapped) -> Rule:
+    def plain(self, leaves: Mapped) -> Rule:
         scale = leaves.once("scale", partial(self._scale, leaves)) if self.norms else 1.0
         mix = partial(accumulated, share=self.share)
         return matrix_rule(

@@ -18,7 +18,8 @@ from .parts.arithmetic import add, divided, largest
 from .parts.chunks import Piece
 from .parts.inputs import Experts
 from .parts.looped import INFINITE, sources
-from .parts.merger import UNKNOWN, WIDE, Mapped, Merger, Rule, merged, vector_function
+from .parts.merger import UNKNOWN, WIDE, Mapped, Rule, merged, vector_function
+from .parts.per_expert import Numbers, Weighted
 from .parts.ranks import BINS
 from .parts.sampled import Counter, ordered, step_of
 
@@ -35,7 +36,15 @@ class Bounds(NamedTuple):
     top: float = 0.0  # the largest β
 
 
-def pcb(base: Params, experts: Experts, *, coef: float, ratio: float = 0.1, clip: float = 1e-4) -> Params:
+def pcb(
+    base: Params,
+    experts: Experts,
+    *,
+    coef: float,
+    ratio: float = 0.1,
+    clip: float = 1e-4,
+    weights: Numbers | None = None,
+) -> Params:
     """θ₀ + γ Σ_i s_i ⊙ δ̃_i / Σ_i s_i, s_i = (max(β_i, floor_i) − floor_i) / (top_i − floor_i) in [0, 1].
 
     β_i = exp(N n(|δ̃_i|)²) ⊙ tanh(Δ_i ⊙ Σ_j Δ_j), n(x) = (x − low_i) / (high_i − low_i); δ̃_i = sgn(Δ_i) |Δ_i| clamped to
@@ -49,6 +58,7 @@ def pcb(base: Params, experts: Experts, *, coef: float, ratio: float = 0.1, clip
         coef: γ, finite.
         ratio: share of every expert's coordinates that takes part, in (0, 1].
         clip: share of magnitudes that is clamped at each end, in [0, 0.5).
+        weights: w_i by expert, finite: Δ_i counts as w_i Δ_i. A number, or {glob: number} by leaf; 1 for others.
 
     Returns:
         A new tree of base's structure and dtypes; non-floating leaves are base's.
@@ -164,7 +174,7 @@ def _step(deltas: Sequence[Tensor]) -> int:
 
 
 @dataclass(frozen=True)
-class Pcb(Merger):
+class Pcb(Weighted):
     """PCB-Merging: weight coordinates by their size and by agreement with the other experts, keep the best share."""
 
     name = "pcb"
@@ -180,9 +190,10 @@ class Pcb(Merger):
     def problems(self, experts: Experts) -> list[str]:
         ratio, clip = self.ratio, self.clip
         problems = [] if 0 < ratio <= 1 else [f"ratio is {ratio}, must be in (0, 1]: the share that takes part"]
-        return problems if 0 <= clip < 0.5 else [*problems, f"clip is {clip}, must be in [0, 0.5)"]
+        problems += [] if 0 <= clip < 0.5 else [f"clip is {clip}, must be in [0, 0.5)"]
+        return problems + super().problems(experts)
 
-    def rule(self, leaves: Mapped) -> Rule:
+    def plain(self, leaves: Mapped) -> Rule:
         found = bounds_of(leaves, self.ratio, self.clip)
         return Rule(lambda _: lambda piece: fuse(piece, found))
 

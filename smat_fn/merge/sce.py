@@ -12,13 +12,22 @@ from .parts import looped
 from .parts.arithmetic import add, divided, elected, gram_memory, largest, squares, step_on
 from .parts.chunks import Fuse
 from .parts.inputs import Experts
-from .parts.merger import Mapped, Merger, Rule, merged, vector_function
+from .parts.merger import Mapped, Rule, merged, vector_function
+from .parts.per_expert import Numbers, Weighted
 from .parts.ranks import among_largest
 
 LEAST = 1e-6  # of the weights that a coordinate is divided by
 
 
-def sce(base: Params, experts: Experts, *, coef: float = 1.0, density: float = 1.0, floor: float = 1e-6) -> Params:
+def sce(
+    base: Params,
+    experts: Experts,
+    *,
+    coef: float = 1.0,
+    density: float = 1.0,
+    floor: float = 1e-6,
+    weights: Numbers | None = None,
+) -> Params:
     """θ₀ + γ Σ_i a_i w_i Δ_i / max(Σ_i a_i w_i, 1e-6) in every coordinate that stays; 0 in the others.
 
     Of a leaf ⌊density · v⌋ coordinates stay, those whose variance over the experts is largest, equal ones by position;
@@ -32,6 +41,7 @@ def sce(base: Params, experts: Experts, *, coef: float = 1.0, density: float = 1
         coef: γ, finite; mergekit has none, which is 1.
         density: in [0, 1]; mergekit's ``select_topk``. 1 keeps the coordinates without variance too.
         floor: at least 0. mergekit's 1e-6 is above what many fine-tunes change: they get equal weights.
+        weights: by expert, finite: Δ_i is multiplied by it first. A number, or {glob: number} by leaf; 1 for others.
 
     Returns:
         A new tree of base's structure and dtypes; non-floating leaves are base's.
@@ -95,7 +105,7 @@ def _blocks(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 @dataclass(frozen=True)
-class Sce(Merger):
+class Sce(Weighted):
     """SCE: keep coordinates of largest variance, drop minority signs, weight experts by their mean squared change."""
 
     name = "sce"
@@ -110,9 +120,10 @@ class Sce(Merger):
     def problems(self, experts: Experts) -> list[str]:
         density, floor = self.density, self.floor
         problems = [] if 0 <= density <= 1 else [f"density is {density}, must be in [0, 1]: it is the kept share"]
-        return problems + ([] if 0 <= floor < float("inf") else [f"floor is {floor}, must be finite and at least 0"])
+        problems += [] if 0 <= floor < float("inf") else [f"floor is {floor}, must be finite and at least 0"]
+        return problems + super().problems(experts)
 
-    def rule(self, leaves: Mapped) -> Rule:
+    def plain(self, leaves: Mapped) -> Rule:
         def shares(path: str) -> list[float]:
             diagonal = [row[i] for i, row in enumerate(leaves.gram(path))]
             return shares_of(diagonal, leaves.shape(path).numel(), self.floor)

@@ -8,7 +8,7 @@ from .parts import looped
 from .parts.arithmetic import add
 from .parts.inputs import Experts
 from .parts.merger import Mapped, Rule, merged, vector_function
-from .parts.per_expert import Numbers, Own, Weighted
+from .parts.per_expert import Numbers, Own, Summed
 
 
 def task_arithmetic(
@@ -34,7 +34,7 @@ def task_arithmetic(
 
 
 @dataclass(frozen=True)
-class TaskArithmetic(Weighted):
+class TaskArithmetic(Summed):
     """TA: base + coef * sum of the task vectors."""
 
     name = "ta"

@@ -1,7 +1,7 @@
 """TIES merging: trim small changes, elect a sign for every coordinate, add the changes that agree with it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import ClassVar, TypeAlias
@@ -32,6 +32,7 @@ def ties(
     keep: float,
     aggregate: Aggregate = "sum",
     scope: Scope = "global",
+    elect: bool = True,
     weights: Numbers | None = None,
     densities: Numbers | None = None,
     rescale: bool = False,
@@ -46,6 +47,8 @@ def ties(
         aggregate: "sum" of the agreeing entries, or their "mean".
         scope: "global", one threshold per expert over all floating-point leaves; "tensor", exactly ⌊n·keep⌋ (at least
             one) coordinates of each leaf of n, equal magnitudes by position, and a zero sum takes +.
+        elect: False takes all entries, whatever their sign; their mean is over those that are not 0. With the mean it
+            is Localize-and-Stitch without data: θ₀ + γ Σ_i m_i ⊙ Δ_i / Σ_j m_j, m_i = 1 where δ̂_i ≠ 0, 0 / 0 = 0.
         weights: w_i by expert, finite: δ̂_i times w_i is what is elected and added, a mean is over the weights that
             agree, and, unless all are 1, a zero sum takes +. A number, or {glob: number} by leaf; 1 for others.
         densities: ``keep`` by expert, by leaf with scope "tensor"; ``keep`` for those not named. 0 keeps nothing.
@@ -57,7 +60,8 @@ def ties(
     Raises:
         ValueError: lists every problem of values, structure and shapes.
 
-    Source: Yadav et al., "TIES-Merging", 2023; scope "tensor" is that of mergekit and peft.
+    Source: Yadav et al., "TIES-Merging", 2023; scope "tensor" is that of mergekit and peft. Without election: He et
+        al., "Localize-and-Stitch: efficient model merging via sparse task arithmetic", 2024 (arXiv 2408.13656).
     """
     return merged(Ties, **locals())
 
@@ -252,7 +256,10 @@ class Ties(Sparse):
     """Sum or mean of the agreeing entries."""
     scope: Scope | None = None
     """One threshold per expert (global), or one per tensor."""
-    elect = True
+    elect: bool = field(default=True, kw_only=True)
+    """True: take entries that have the elected sign; False: take all entries; a mean is of those that are not 0."""
+
+    present = True
 
     def trimming(self) -> Trimming:
         assert self.keep is not None
@@ -273,8 +280,8 @@ class Ties(Sparse):
         ]
 
     def special(self) -> bool:
-        """Whether experts are scaled: densities are in the cuts."""
-        return self.rescale or any(weight != 1 for weight in self.weights.values())
+        """Whether experts are scaled, or no signs elected: densities are in the cuts."""
+        return self.rescale or not self.elect or any(weight != 1 for weight in self.weights.values())
 
     def prepare(self, leaves: InMemory) -> None:
         keep, scope, densities = self.trimming()

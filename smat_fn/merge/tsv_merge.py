@@ -11,6 +11,7 @@ from ..types import Params
 from .parts import tall
 from .parts.inputs import Experts
 from .parts.merger import merged, vector_function
+from .parts.per_expert import Numbers
 from .parts.spectral import Mix, Others, Spectral, leading, orthonormal, rest, svd
 
 
@@ -22,6 +23,7 @@ def tsv_merge(
     others: Others = "mean",
     skip: Sequence[str] = (),
     share: float = 0.0,
+    weights: Numbers | None = None,
 ) -> Params:
     """θ₀ + γ Û Σ V̂ᵀ, per matrix Δ_i = U_i Σ_i V_iᵀ; U = [U_1 … U_N], V, Σ hold the k leading triplets of each.
 
@@ -37,6 +39,7 @@ def tsv_merge(
         others: of leaves that are not matrices: "mean" of the task vectors, as the authors, or "zero".
         skip: globs of matrices that count as such leaves; the authors skip "*text_projection*".
         share: of every expert's singular values: 1 is the authors' lossless variant; 0: 1/N, as in the paper.
+        weights: w_i by expert, finite: Δ_i counts as w_i Δ_i. A number, or {glob: number} by leaf; 1 for others.
 
     Returns:
         A new tree of base's structure and dtypes; non-floating leaves are base's. The last bits are those of the

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..types import Params
 from .parts.inputs import Experts
 from .parts.merger import merged, vector_function
+from .parts.per_expert import Numbers
 from .parts.spectral import Mix, Others, Spectral, is_matrix
 from .parts.tall import LARGE
 
@@ -23,6 +24,7 @@ def wudi(
     skip: Sequence[str] = (),
     ridge: float = 1e-8,
     norms: bool = True,
+    weights: Numbers | None = None,
 ) -> Params:
     """θ₀ + γ Δ*, Δ* = (Σ_i Δ_i G_i / ‖Δ_i‖²) (Σ_i G_i / ‖Δ_i‖² + ridge · I)⁻¹ per matrix, G_i = Δ_iᵀ Δ_i.
 
@@ -40,6 +42,7 @@ def wudi(
         skip: globs of matrices that count as such leaves.
         ridge: at least 0; with 0 the inverse is the pseudo-inverse.
         norms: False leaves out the division by ‖Δ_i‖²: ACTMat, with ridge 0.
+        weights: w_i by expert, finite: Δ_i counts as w_i Δ_i. A number, or {glob: number} by leaf; 1 for others.
 
     Returns:
         A new tree of base's structure and dtypes; non-floating leaves are base's. The last bits are those of the

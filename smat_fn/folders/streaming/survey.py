@@ -83,9 +83,11 @@ class Survey:
     def shape(self, path: str) -> torch.Size:
         return self.job.base.leaves[path].shape
 
+    def names(self, path: str) -> list[str]:
+        return [name for name, folder in self.job.experts.items() if path not in folder.absent]
+
     def gram(self, path: str) -> list[list[float]]:
-        job, dtype = self.job, compute_dtype(self.job, path)
-        count = sum(path not in folder.absent for folder in job.experts.values())
+        job, dtype, count = self.job, compute_dtype(self.job, path), len(self.names(path))
         based, cuts = job.config.based, spans(job.base.leaves[path], arithmetic.step_on(job.device, count))
         if looped(job, path):
             read = Sources(job, path, job.experts)

@@ -73,7 +73,7 @@ class Terms(NamedTuple):
     ratios: Sequence[float]
     weights: Sequence[float]
     elect: bool = False  # add what has the sign of the sum, else all
-    mean: bool = False  # over the weights of what is elected
+    mean: bool = False  # over the weights of what is elected, or without election of what is not 0
     divisor: float = 1.0  # of the sum of all
     majority: int = 1  # the sign of a zero sum
 

@@ -63,6 +63,9 @@ class Mapped(Protocol):
     def shape(self, path: str) -> torch.Size:
         """Shape of a leaf."""
 
+    def names(self, path: str) -> list[str]:
+        """The names of the experts that have a leaf: all but for a merger that is ``uneven``."""
+
     def gram(self, path: str) -> list[list[float]]:
         """`gram` of a leaf's task vectors, or of the experts' weights for a merger without a base."""
 
@@ -213,6 +216,9 @@ class InMemory:
 
     def shape(self, path: str) -> torch.Size:
         return self.base[path].shape
+
+    def names(self, path: str) -> list[str]:
+        return list(self.trees)
 
     def statistic(self, name: str, path: str) -> Any:
         return self.statistics[name].get(path)

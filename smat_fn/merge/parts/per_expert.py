@@ -1,7 +1,7 @@
 """Weights and densities of single experts: task vectors that are sparsified and weighted one by one, then combined."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from types import MappingProxyType
@@ -15,7 +15,7 @@ from .chunks import Fuse, Piece
 from .coefs import Rules, coef_of
 from .inputs import Experts, type_problems
 from .looped import Loop, Mask, Terms
-from .merger import Mapped, Merger, Rule
+from .merger import Mapped, Merger, Rule, Value
 
 Numbers: TypeAlias = Mapping[str, Rules]  # by expert: a number, or {glob: number} as in `coefs.coef_of`
 
@@ -55,11 +55,18 @@ class Own(NamedTuple):
 Sparsify: TypeAlias = Callable[[ExpertPart, bool], Tensor]
 
 
-def combined(vectors: Sequence[Tensor], weights: Sequence[float], *, elect: bool, mean: bool) -> Tensor:
-    """The sum of weighted vectors, or of those entries that agree with its sign; ``mean``: over their weights."""
+def combined(
+    vectors: Sequence[Tensor], weights: Sequence[float], *, elect: bool, mean: bool, present: bool = False
+) -> Tensor:
+    """The sum of weighted vectors, or of those entries that agree with its sign; ``mean``: over their weights.
+
+    Args: present: a mean of all entries is over the weights of those that are not 0.
+    """
     if not elect:
-        divisor = math.fsum(weights)
-        total = add(vectors)
+        total, divisor = add(vectors), math.fsum(weights)
+        if mean and present:
+            share = add((vector != 0).to(total.dtype) * weight for vector, weight in zip(vectors, weights, strict=True))
+            return total / share.where(share != 0, 1)
         return divided(total, divisor) if mean and abs(divisor) >= _ZERO else total
     sign = elected(vectors)
     total, share = torch.zeros_like(sign), torch.zeros_like(sign)
@@ -109,9 +116,98 @@ def aggregate_problems(aggregate: str) -> list[str]:
     return [] if aggregate in ("sum", "mean") else [f"aggregate is {aggregate!r}, must be 'sum' or 'mean'"]
 
 
+class Scaled:
+    """`Mapped` leaves whose task vectors Δ_i are multiplied by weights, as those of the experts θ₀ + w_i Δ_i.
+
+    It has the members of `Mapped` that need no other numbers: a rule that asks for more fails.
+    """
+
+    def __init__(self, leaves: Mapped, weights: Numbers) -> None:
+        self._leaves, self._weights = leaves, weights
+        self.experts, self.coefs, self.device = leaves.experts, leaves.coefs, leaves.device
+        self.shape, self.names, self.each, self.once = leaves.shape, leaves.names, leaves.each, leaves.once
+
+    def weights(self, path: str) -> list[float] | None:
+        """The weights of the experts that have a leaf; None: all are 1."""
+        found = [number(self._weights, name, path, 1.0) for name in self.names(path)]
+        return None if all(weight == 1 for weight in found) else found
+
+    def gram(self, path: str) -> list[list[float]]:
+        products, weights = self._leaves.gram(path), self.weights(path)
+        if weights is None:
+            return products
+        return [
+            [own * w * v for own, v in zip(row, weights, strict=True)] for row, w in zip(products, weights, strict=True)
+        ]
+
+    def blocks(self, path: str) -> Iterator[list[Tensor]]:
+        weights = self.weights(path)
+        return (times(deltas, weights) for deltas in self._leaves.blocks(path))
+
+    def each_block(
+        self, function: Callable[[Piece], Value], paths: Iterable[str], *, rows: bool = False
+    ) -> Iterator[Value]:
+        def of(piece: Piece) -> Value:
+            return function(piece._replace(deltas=times(piece.deltas, self.weights(piece.path))))
+
+        return self._leaves.each_block(of, paths, rows=rows)
+
+    def rule(self, plain: Rule) -> Rule:
+        """A rule of these leaves that gets their task vectors. Compiled loops merge leaves whose weights are 1."""
+        fuse_of, loop_of = plain.fuse, plain.loop
+        assert fuse_of is not None
+
+        def fuse(path: str) -> Fuse:
+            own, weights = fuse_of(path), self.weights(path)
+            return own if weights is None else lambda piece: own(piece._replace(deltas=times(piece.deltas, weights)))
+
+        def loop(path: str) -> Loop | None:
+            return None if loop_of is None or self.weights(path) is not None else loop_of(path)
+
+        return plain._replace(fuse=fuse, loop=loop)
+
+
+def times(deltas: list[Tensor], weights: Sequence[float] | None) -> list[Tensor]:
+    """Task vectors multiplied by the weights of their experts, in place: a chunk and a block have their own memory."""
+    if weights is None:
+        return deltas
+    return [delta if weight == 1 else delta.mul_(weight) for delta, weight in zip(deltas, weights, strict=True)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Weighted(Merger):
-    """A merger whose experts may have weights; without weights results are bit-identical to those of the plain rule.
+    """A merger whose experts may have weights: it merges θ₀ + w_i Δ_i in place of the experts θ₀ + Δ_i.
+
+    Where all weights are 1, results are bit-identical to those of the plain rule.
+    """
+
+    weights: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Weight of experts by name, negative to subtract one; 1 for those not named."""
+
+    def __post_init__(self) -> None:
+        for option in fields(self):  # None, the functions' default, is no number for any expert
+            if option.default_factory is dict and getattr(self, option.name) is None:
+                object.__setattr__(self, option.name, {})
+
+    def plain(self, leaves: Mapped) -> Rule:
+        """The rule without options by expert."""
+        raise NotImplementedError
+
+    def problems(self, experts: Experts) -> list[str]:
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.default_factory is dict}
+        return [*super().problems(experts), *number_problems(experts, **own)]
+
+    def rule(self, leaves: Mapped) -> Rule:
+        if all(weight == 1 for weight in self.weights.values()):
+            return self.plain(leaves)
+        scaled: Any = Scaled(leaves, self.weights)  # not all of `Mapped`
+        rule: Rule = scaled.rule(self.plain(scaled))
+        return rule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summed(Weighted):
+    """A merger that adds weighted task vectors; without options by expert, with the bits of the plain rule.
 
     With any of its keyword-only options it is Σ_i w_i δ̂_i, δ̂_i the sparsified task vectors: with ``elect`` of what
     agrees in sign with Σ_i w_i δ̂_i (+ where it is 0) alone; of aggregate "mean" divided by the sum of the weights that
@@ -120,24 +216,13 @@ class Weighted(Merger):
     Source: mergekit 0.1.5, merge_methods/generalized_task_arithmetic.py and sparsify.py.
     """
 
-    weights: Mapping[str, float] = field(default_factory=dict, hash=False)
-    """Weight of experts by name, negative to subtract one; 1 for those not named."""
-
     densities, elect, rescale = NONE, False, False
+    present = False  # whether a mean without election is over the entries that are not 0
     rows = False  # whether `sparsify` needs whole rows
-
-    def __post_init__(self) -> None:
-        for option in fields(self):  # None, the functions' default, is no number for any expert
-            if option.default_factory is dict and getattr(self, option.name) is None:
-                object.__setattr__(self, option.name, {})
 
     def sparsify(self, leaves: Mapped) -> Sparsify | None:
         """The function that makes a task vector sparse; None: it stays dense."""
         return None
-
-    def plain(self, leaves: Mapped) -> Rule:
-        """The rule without options by expert."""
-        raise NotImplementedError
 
     def mask(self, leaves: Mapped, own: Own) -> Mask | None:
         """The mask of a leaf for compiled loops, with options by expert or without; None: it is none of theirs."""
@@ -150,13 +235,13 @@ class Weighted(Merger):
             return None
         mean, share = vars(self)["aggregate"] == "mean", math.fsum(own.weights)
         ratios = self._ratios(leaves, own, mask) if self.rescale else [1.0] * len(own.names)
-        divisor = share if mean and not self.elect and abs(share) >= _ZERO else 1.0
-        terms = Terms(ratios, own.weights, self.elect, mean, divisor, majority)
+        all_of_them = mean and not self.elect and not self.present
+        divisor = share if all_of_them and abs(share) >= _ZERO else 1.0
+        terms = Terms(ratios, own.weights, self.elect, mean and not all_of_them, divisor, majority)
         return partial(mask.merge, terms=terms)
 
     def problems(self, experts: Experts) -> list[str]:
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.default_factory is dict}
-        return [*number_problems(experts, **own), *aggregate_problems(vars(self)["aggregate"])]
+        return [*super().problems(experts), *aggregate_problems(vars(self)["aggregate"])]
 
     def special(self) -> bool:
         """Whether anything differs from the plain merger."""
@@ -188,7 +273,7 @@ class Weighted(Merger):
                     drawn = piece.fields[i] if piece.fields else None
                     delta = sparsify(own.part(i, piece.start, delta, drawn), self.rescale)
                 vectors.append((delta * ratios[i] if self.rescale else delta) * weight)
-            return combined(vectors, own.weights, elect=self.elect, mean=mean)
+            return combined(vectors, own.weights, elect=self.elect, mean=mean, present=self.present)
 
         return fuse
 
@@ -214,7 +299,7 @@ def _ratio(before: float, after: float) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sparse(Weighted):
+class Sparse(Summed):
     """A merger whose experts may have weights and densities."""
 
     densities: Mapping[str, float] = field(default_factory=dict, hash=False)

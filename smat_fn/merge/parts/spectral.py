@@ -17,6 +17,7 @@ from .arithmetic import add, divided
 from .chunks import Fuse
 from .inputs import Experts
 from .merger import UNKNOWN, WIDE, Mapped, Merger, Rule
+from .per_expert import Weighted
 
 Others: TypeAlias = Literal["mean", "zero"]
 LARGEST = 2**31 - 1  # numbers of a matrix, and of what its SVD works in: (4 k + 7) k for k = min(rows, columns)
@@ -176,7 +177,7 @@ class OfMatrices(Merger):
 
 
 @dataclass(frozen=True)
-class Spectral(OfMatrices):
+class Spectral(Weighted, OfMatrices):
     """A merger of matrices. Other leaves, and matrices named by ``skip``, take the mean of the task vectors or 0."""
 
     grid: ClassVar = WIDE
@@ -196,9 +197,9 @@ class Spectral(OfMatrices):
         raise NotImplementedError
 
     def problems(self, experts: Experts) -> list[str]:
-        return other_problems(self.others, self.skip)
+        return other_problems(self.others, self.skip) + super().problems(experts)
 
-    def rule(self, leaves: Mapped) -> Rule:
+    def plain(self, leaves: Mapped) -> Rule:
         def streams(path: str) -> bool:
             return self.streams(leaves.shape(path), len(leaves.experts))
 
