@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal, TypeAlias, TypedDict, get_args
@@ -14,6 +15,7 @@ from ..errors import check_member, count_problem, flag_problems, problems_of, so
 from ..merge.parts.coefs import Rules, coefs_of, matches
 from ..merge.parts.inputs import coef_problems, of_two_dtypes
 from ..merge.parts.merger import Merger
+from ..merge.parts.per_expert import Weighted
 from ..merge.parts.windows import Scratch
 from ..merge.registry import check_options, with_defaults
 from .inputs.config_source import TokenRows, Whose
@@ -260,10 +262,11 @@ def _absence_problems(config: Merger, start: Folder, found: Mapping[str, Folder]
     present = dict.fromkeys(
         tuple(name for name, folder in found.items() if path not in folder.absent) for path in start.leaves
     )
+    equal = replace(config, weights={}) if isinstance(config, Weighted) else config  # weights name absent ones too
     return [
         f"in some layers there are {len(names)} experts ({', '.join(names)}), too few for {config.name}"
         for names in present
-        if not names or config.problems({name: {} for name in names})
+        if not names or equal.problems({name: {} for name in names})
     ]
 
 

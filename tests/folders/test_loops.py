@@ -72,7 +72,9 @@ CONFIGS |= {
     "nuslerp": NuSlerp(t=0.6),
     "multislerp": MultiSlerp(weights=(0.1, 0.2, 0.9)),
     "sce": Sce(coef=0.7),
+    "sce weights": Sce(coef=0.7, weights=OF_EXPERTS["weights"]),
     "magmax": MagMax(coef=0.4),
+    "magmax weights": MagMax(coef=0.4, weights={"y": {"large": -1.3, "*": 1.0}}),
     "ram": Ram(coef=0.7, threshold=0.3),
     "ram plus": Ram(coef=0.7, threshold=0.5, boost=0.2, cap=0.7),
     "ram plus by tensor": Ram(threshold=0.3, boost=1.3, cap=3.0, scope="tensor"),
@@ -89,6 +91,8 @@ CONFIGS |= {
     "ties weights of the model": Ties(
         coef=0.7, keep=0.4, aggregate="sum", scope="global", weights={"z": 0.5}, densities={"y": 0.0}
     ),
+    "ties all": Ties(coef=0.7, keep=0.4, aggregate="mean", scope="global", elect=False),
+    "ties all weights": Ties(coef=0.7, keep=0.4, aggregate="mean", scope="tensor", elect=False, **OF_EXPERTS),
     "ties rescale": Ties(coef=0.7, keep=0.4, aggregate="sum", scope="tensor", **SHARES),
     "dare weights": Dare(coef=0.3, drop_prob=0.3, aggregate="mean", **OF_EXPERTS),
     "dare rescale": Dare(coef=0.3, drop_prob=0.3, **SHARES),

@@ -66,6 +66,11 @@ RUNS = {
         )
         for scope in ("global", "tensor")
         for aggregate in ("sum", "mean")
+    }
+    | {
+        "ties-all": lambda base, experts, key: merge.ties(
+            base, experts, coef=0.5, keep=0.4, scope="tensor", elect=False, aggregate="mean"
+        )
     },
     "dare": {"dare": lambda base, experts, key: merge.dare(key, base, experts, coef=0.5, drop_prob=0.5)},
     "della": {
@@ -162,6 +167,21 @@ RUNS = {
         "tall-mask": lambda base, experts, key: merge.tall_mask(base, experts, coef=0.5, task=min(experts), ratio=0.4)
     },
 }
+SCALED = {  # by file, of mergers whose weights multiply task vectors: other options
+    **{name: {} for name in ("magmax", "tsv_merge", "iso_c", "iso_cts", "wudi", "dc_merge", "opcm", "pcb", "sce")},
+    "consensus": {"ratio": 0.4, "least": 1},
+}
+
+
+def with_weights(name, base, experts, **options):
+    """A run in which one expert is halved; the order of the experts plays a part in opcm."""
+    return getattr(merge, name)(base, in_order(experts), weights={min(experts): 0.5}, **options)
+
+
+for name, own in SCALED.items():
+    RUNS[name][f"{name}-weights"] = lambda base, experts, key, name=name, own=own: with_weights(
+        name, base, experts, coef=0.5, **own
+    )
 ALL = {name: run for runs in RUNS.values() for name, run in runs.items()}
 RANDOM = ["dare", "della", "della-flat", "dare-ties-sum", "dare-ties-mean"]
 NO_BASE = {"wa", "weighted", "weighted-sum", "slerp", "karcher", "arcee", "cart"}
@@ -174,6 +194,9 @@ VECTORS = {  # by label, of every run with a base
     "ties-tensor-sum": lambda base, experts, key: merge.ties_vector(base, experts, keep=0.4, scope="tensor"),
     "ties-tensor-mean": lambda base, experts, key: merge.ties_vector(
         base, experts, keep=0.4, scope="tensor", aggregate="mean"
+    ),
+    "ties-all": lambda base, experts, key: merge.ties_vector(
+        base, experts, keep=0.4, scope="tensor", elect=False, aggregate="mean"
     ),
     "dare": lambda base, experts, key: merge.dare_vector(key, base, experts, drop_prob=0.5),
     "della": lambda base, experts, key: merge.della_vector(key, base, experts, drop_prob=0.4, window=0.2),
@@ -229,21 +252,32 @@ VECTORS = {  # by label, of every run with a base
     ),
     "dc-linear": lambda base, experts, key: merge.dc_merge_vector(base, experts, share=0.4, keep=0.5, smooth="linear"),
     "tall-mask": lambda base, experts, key: merge.tall_mask_vector(base, experts, task=min(experts), ratio=0.4),
+    **{
+        f"{name}-weights": lambda base, experts, key, name=name, own=own: with_weights(
+            f"{name}_vector", base, experts, **own
+        )
+        for name, own in SCALED.items()
+    },
 }
 # one number or matrix of a leaf depends on all experts, or there is but one
 DC = "dc", "dc-mean", "dc-linear"
-SPECTRAL = {"tsv", "tsv-all", "iso-c", "iso-cts", "iso-cts-zero", "wudi", "act-mat", "opcm", "opcm-raw", *DC}
+SPECTRAL = {
+    *("tsv", "tsv-all", "iso-c", "iso-cts", "iso-cts-zero", "wudi", "act-mat", "opcm", "opcm-raw", *DC),
+    *(f"{name}-weights" for name in ("tsv_merge", "iso_c", "iso_cts", "wudi", "dc_merge", "opcm")),
+}
 STATISTICS = {"fisher", "fisher-raw", "reg-mean", "reg-mean-full"}
 ROUNDED = {
     *SPECTRAL,
     *STATISTICS,
     "pcb",
     "pcb-half",
+    "pcb-weights",
     "cart",
     "karcher",
     "multislerp",
     "sce",
     "sce-half",
+    "sce-weights",
 }
 JOINT = {
     "wise-ft",
@@ -256,6 +290,7 @@ JOINT = {
     "emr",
     "multislerp",
     "consensus",
+    *(f"{name}-weights" for name in SCALED),
     "tall-mask",
     *NUSLERP,
     *ROUNDED,
@@ -263,7 +298,7 @@ JOINT = {
 # decompositions, transcendental functions, sums in an order of the library: other last bits on CUDA
 OF_A_DEVICE = {
     *SPECTRAL,
-    *("reg-mean", "reg-mean-full", "cart", "svc", "pcb", "pcb-half", "arcee"),
+    *("reg-mean", "reg-mean-full", "cart", "svc", "pcb", "pcb-half", "pcb-weights", "arcee"),
     *("nuslerp-first", "nuslerp-last"),
 }
 DTYPES = [
@@ -463,7 +498,12 @@ def test_ranks_that_are_counted_are_those_that_are_sorted(name, family, monkeypa
 
 @pytest.mark.parametrize(
     "name",
-    [n for n in ALL if n not in ("fisher", "ram-plus", "opcm") and not n.startswith(("emr", "pcb", "ties-global"))],
+    [
+        name
+        for name in ALL
+        if name not in ("fisher", "ram-plus", "opcm", "opcm-weights")
+        and not name.startswith(("emr", "pcb", "ties-global"))
+    ],
 )
 def test_leaves_may_be_merged_one_at_a_time(name, family, plain):
     base, experts = family()

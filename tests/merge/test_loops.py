@@ -20,6 +20,7 @@ BY_EXPERT = {
     "weights": {"x": 0.37, "y": {"large": -1.3, "*": 0.25}},
     "densities": {"x": 0.21, "y": {"large": 1.0, "rows": 0.0, "*": 0.9}},
 }
+OF_A_LEAF = {"x": {"large": -0.37, "vector": 0.0, "*": 1.0}}  # loops read the others
 DARE, DELLA = {"coef": 0.3, "drop_prob": 0.3}, {"coef": 0.9, "drop_prob": 0.5, "window": 0.14}
 CRUMBS, TIES = {"coef": 0.3, "drop_smallest": 0.45, "drop_largest": 0.2}, {"coef": 0.7, "keep": 0.3}
 CONFIGS = {  # and the loops that they take
@@ -28,6 +29,8 @@ CONFIGS = {  # and the loops that they take
     "ties and float64": (of.Ties(**TIES, aggregate="sum", scope="global"), ""),
     "ties tensor": (of.Ties(**TIES, aggregate="mean", scope="tensor"), "banded between magnitudes nth_equal"),
     "ties by expert": (of.Ties(**TIES, aggregate="mean", scope="tensor", **BY_EXPERT), "banded"),
+    "ties all": (of.Ties(**TIES, aggregate="mean", scope="tensor", elect=False), "banded"),
+    "ties all by expert": (of.Ties(**TIES, aggregate="mean", scope="tensor", elect=False, **BY_EXPERT), "banded"),
     "ties of none": (of.Ties(**TIES, aggregate="sum", scope="global", densities={"y": 0.0}), "banded votes"),
     "ties rescale": (of.Ties(**TIES, aggregate="sum", scope="tensor", rescale=True), "banded norms"),
     "dare": (of.Dare(**DARE), "masked"),
@@ -49,6 +52,10 @@ CONFIGS = {  # and the loops that they take
     "magmax": (of.MagMax(coef=0.4), "combined"),
     "nearswap": (of.NearSwap(t=0.3, coef=0.7), "combined"),
     "pcb": (of.Pcb(coef=0.7, ratio=0.4, clip=0.1), "among balance balanced"),
+    "sce by expert": (of.Sce(coef=0.7, weights=OF_A_LEAF), "combined gram"),
+    "consensus by expert": (of.Consensus(coef=0.7, ratio=0.9, weights=OF_A_LEAF), "combined"),
+    "magmax by expert": (of.MagMax(coef=0.4, weights=OF_A_LEAF), "combined"),
+    "pcb by expert": (of.Pcb(coef=0.7, ratio=0.4, clip=0.1, weights=OF_A_LEAF), "among balance balanced"),
     "ta": (of.TaskArithmetic(coef=0.7), "banded"),
     "ta by expert": (of.TaskArithmetic(coef=0.7, weights=BY_EXPERT["weights"], aggregate="mean"), "banded"),
     "model_stock": (of.ModelStock(clamp=False), "banded gram"),
@@ -56,7 +63,7 @@ CONFIGS = {  # and the loops that they take
     "multislerp": (of.MultiSlerp(weights=(0.1, 0.2, 0.9)), "banded"),
 }
 FEWER = {"nuslerp": 2, "nearswap": 1}  # experts
-GLOBAL = "ties", "ties mean", "ties of none", "pcb"
+GLOBAL = "ties", "ties mean", "ties of none", "pcb", "pcb by expert"
 LOOPS = sorted({loop for _, names in CONFIGS.values() for loop in names.split()})
 F, B, H, D = torch.float32, torch.bfloat16, torch.float16, torch.float64
 LEAVES = {  # shape, and the dtypes of base and experts

@@ -27,6 +27,10 @@ CONFIGS = {
     "ta by leaf": TaskArithmetic(coef=0.3, weights={"A": LEAF}, aggregate="mean"),
     "ties": Ties(coef=0.7, keep=0.3, aggregate="sum", scope="global", weights=WEIGHTS, densities={"C": 0.6}),
     "ties tensor": Ties(coef=0.7, keep=0.3, aggregate="mean", scope="tensor", densities={"B": LEAF}, rescale=True),
+    "ties all": Ties(coef=0.7, keep=0.3, aggregate="mean", scope="global", elect=False),
+    "ties all weights": Ties(
+        coef=0.7, keep=0.3, aggregate="mean", scope="tensor", elect=False, weights={"A": LEAF}, densities={"B": LEAF}
+    ),
     "dare": Dare(coef=0.3, drop_prob=0.3, weights=WEIGHTS, densities={"A": 0.2, "B": LEAF}),
     "dare norms": Dare(coef=0.3, drop_prob=0.3, rescale=True, aggregate="mean"),
     "dare_ties": DareTies(coef=0.3, drop_prob=0.3, weights=WEIGHTS, densities={"A": 0.2}, aggregate="mean"),
