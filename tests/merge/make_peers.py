@@ -45,11 +45,13 @@ COMMITS = {
     "prateeky2806/ties-merging": "44e7891",
     "r-three/mats": "cb52c38",
     "tanganke/fusion_bench": "54c9e8c",
+    "uiuctml/Localize-and-Stitch": "109d206",
     "wang-kee/LiNeS": "43a7bdd",
     "xiangchi-yuan/mrl": "e2d930d",
     "yule-BUAA/MergeLM": "6d49ad9",
 }
 COEF, SIZE = 0.3, 0.05
+WEIGHTS = 0.5, -2.0, 1.3  # of the experts, where a run has some
 SHAPES = {
     "net.blocks.0.fc.weight": (13, 7),
     "net.blocks.0.fc.bias": (13,),
@@ -168,6 +170,12 @@ def by_matrices(clones, found):
     for steps in (300, 6000):
         yield f"wudi_{steps}", {p: wudi.get_redundant_task_vector(p, own, steps) * 10 for p, own in small.items()}
 
+
+def by_merge_and_rebase(clones, found):
+    """The functions of merge-and-rebase, leaf by leaf."""
+    base, experts = found.base, list(found.experts.values())
+    vectors = [{path: own[path] - base[path] for path in base} for own in experts]
+    with_file = functools.partial(take, clones)
     functional = "src/merge_and_rebase/merge/methods/functional/"
     parts = vars(take(clones, "apanariello4/merge-and-rebase", functional + "_common.py"))
     for run, file, function, options in (
@@ -182,6 +190,8 @@ def by_matrices(clones, found):
         leaves = {p: [tree[p] for tree in trees] for p, shape in SHAPES.items() if len(shape) == 2}
         merged = {p: impl(own, torch.ones(3), options) for p, own in leaves.items()}
         yield run, {p: leaf - base[p] for p, leaf in merged.items()} if run == "cart" else merged
+        if run in ("wudi", "iso_c_mr", "tsv_merge_mr"):
+            yield f"{run}_weights", {p: impl(own, torch.tensor(WEIGHTS), options) for p, own in leaves.items()}
     parts["merge_functional"] = lambda _, *, matrices, weights, **__: sum(
         weight * matrix for weight, matrix in zip(weights, matrices, strict=True)
     )
@@ -225,6 +235,26 @@ def by_vectors(clones, found):
     finally:
         torch.bernoulli = bernoulli
     yield "dare", unflat(COEF * dropped.sum(0))
+
+
+def by_stitching(clones, found):
+    """Localize-and-Stitch without data: masks of the largest changes, where experts share coordinates their mean."""
+
+    class Model(nn.Module):
+        def __init__(self, leaves):
+            super().__init__()
+            for place, leaf in enumerate(leaves.values()):
+                self.register_parameter(str(place), nn.Parameter(leaf.clone()))
+
+    base, experts = Model(found.base), [Model(own) for own in found.experts.values()]
+    names, args = dict(base.named_parameters()), SimpleNamespace(sparsity=0.4, sigmoid_bias=5)
+    theirs = take(clones, "uiuctml/Localize-and-Stitch", "localize_utils.py", "Localizer", "Stitcher")
+    masks = [
+        theirs.Localizer(names, Model(found.base), base, own, None, None, args).interpolate_model(True, True)[0]
+        for own in experts
+    ]
+    merged = theirs.Stitcher(names, Model(found.base), base, experts, masks).interpolate_models()
+    yield "localize_and_stitch", _less(dict(zip(found.base, merged.parameters(), strict=True)), found.base)
 
 
 def by_statistics(clones, found):
@@ -582,7 +612,10 @@ def main():
     put("net/base", tasks.base)
     put("net/rows", tasks.rows)
     put("net/heads", tasks.heads)
-    runs = by_matrices, by_vectors, by_statistics, by_fusion_bench, by_sequence, by_factors
+    runs = (
+        *(by_matrices, by_merge_and_rebase, by_vectors, by_stitching),
+        *(by_statistics, by_fusion_bench, by_sequence, by_factors),
+    )
     for run, leaves in (pair for part in runs for pair in part(clones, found)):
         put(run, leaves)
     for run, leaves in (pair for part in (by_rows, by_transport) for pair in part(clones, tasks)):

@@ -4,6 +4,7 @@ docs/merger_sources.md has a row for each run, with the largest difference relat
 is what is asserted. The checkpoints are unrelated to each other, of sizes that no share divides.
 """
 
+import math
 import re
 import runpy
 from pathlib import Path
@@ -126,14 +127,18 @@ def masked(name):
     return ours
 
 
+WEIGHTS = dict(zip(NAMES, MADE.WEIGHTS, strict=True))
+SIZE = sum(math.prod(shape) for shape in MADE.SHAPES.values())
 # of runs by the rows of docs/merger_sources.md: what it is here
 RUNS = {
     "tsv_merge": vector("tsv_merge"),
     "tsv_merge_lossless": vector("tsv_merge", share=1.0),
     "tsv_merge_mr": vector("tsv_merge"),
+    "tsv_merge_mr_weights": vector("tsv_merge", weights=WEIGHTS),
     "fb_tsv_merge": vector("tsv_merge"),
     "iso_c": vector("iso_c"),
     "iso_c_mr": vector("iso_c"),
+    "iso_c_mr_weights": vector("iso_c", weights=WEIGHTS),
     "fb_iso_c": vector("iso_c"),
     "iso_cts": vector("iso_cts"),
     "iso_cts_40": vector("iso_cts", common=0.4),
@@ -144,6 +149,7 @@ RUNS = {
     "opcm": vector("opcm"),
     "opcm_70": vector("opcm", share=0.7),
     "wudi": vector("wudi"),
+    "wudi_weights": vector("wudi", weights=WEIGHTS),
     "actmat": vector("wudi", norms=False, ridge=0.0),
     "cart": without_base("cart", coef=COEF, share=0.3),
     "ram": vector("ram", threshold=1.6 * MADE.SIZE),
@@ -160,6 +166,8 @@ RUNS = {
     "ties_37_sum": vector("ties", COEF, keep=0.37),
     "ties_37_mean": vector("ties", COEF, keep=0.37, aggregate="mean"),
     "fb_ties": vector("ties", COEF, keep=0.2),
+    # they keep one coordinate less than 0.4 of them, and here one more than the share stays
+    "localize_and_stitch": vector("ties", keep=(int(0.4 * SIZE) - 1.5) / SIZE, elect=False, aggregate="mean"),
     "pcb_10": vector("pcb", ratio=0.1),
     "pcb_30": vector("pcb", ratio=0.3),
     "tall_mask_e0": vector("tall_mask", task="e0", ratio=0.4),
@@ -189,6 +197,7 @@ RUNS = {
 ELSEWHERE = {
     "tsv_merge": SMALL,
     "tsv_merge_mr": SMALL,
+    "tsv_merge_mr_weights": SMALL,
     "fb_tsv_merge": SMALL,
     "iso_cts_40": SMALL,
     "dc_merge": SMALL,

@@ -841,6 +841,38 @@ def test_experts_have_weights_on_the_command_line(models, tmp_path, monkeypatch)
         assert torch.equal(leaf, base[path] + ((a[path] - base[path]) * 0.5 + (b[path] - base[path]) * -0.3))
     with pytest.raises(SystemExit, match=r"wa takes no weights by expert, as A@0\.5: use weighted_average"):
         run("wa", "--experts", f"{models / 'A'}@0.5", models / "B")
+    with pytest.raises(SystemExit, match=r"cart takes no weights by expert, as A@0\.5: leave them out"):
+        run("cart", "--experts", f"{models / 'A'}@0.5", models / "B", "--coef", "1")
+    run("tsv_merge", "--experts", f"{models / 'A'}@0.5", models / "B", "--coef", "1", "--weights", "B", "-2")
+    weights = {"A": 0.5, "B": -2.0}
+    expected = merge.tsv_merge(base, {"A": a, "B": b}, coef=1.0, weights=weights)
+    found = load_file(tmp_path / "tsv_merge" / "tsv_merge" / "model.safetensors")
+    assert all(torch.equal(leaf, expected[path]) for path, leaf in found.items())
+    written = checkpoint.read_json(tmp_path / "tsv_merge" / "tsv_merge" / checkpoint.MANIFEST)
+    assert written["hyperparameters"]["weights"] == weights
+    run(
+        "ties",
+        "--experts",
+        models / "A",
+        models / "B",
+        "--coef",
+        "1",
+        "--keep",
+        "0.2",
+        "--no-elect",
+        "--aggregate",
+        "mean",
+    )
+    expected = merge.ties(base, {"A": a, "B": b}, coef=1.0, keep=0.2, elect=False, aggregate="mean")
+    found = load_file(tmp_path / "ties" / "ties" / "model.safetensors")
+    assert all(torch.equal(leaf, expected[path]) for path, leaf in found.items())
+    again = tmp_path / "again"
+    commands.from_recipe(settings.FromRecipe(tmp_path / "tsv_merge" / "tsv_merge" / RECIPE, again))
+    same = load_file(again / "tsv_merge" / "model.safetensors")
+    assert all(
+        torch.equal(leaf, same[path])
+        for path, leaf in load_file(tmp_path / "tsv_merge/tsv_merge/model.safetensors").items()
+    )
     run("weighted_average", "--experts", f"{models / 'A'}@0.5", models / "B")
     found = load_file(tmp_path / "weighted_average" / "weighted_average" / "model.safetensors")
     assert all(torch.equal(leaf, (a[path] * 0.5 + b[path]) / 1.5) for path, leaf in found.items())
