@@ -1,6 +1,7 @@
 """Weights by expert: the merge is that of the experts θ₀ + w_i Δ_i, in memory and of folders."""
 
 import importlib.util
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from smat_fn.folders.inputs.stacks import StackPart, stack_of
 from smat_fn.merge.parts import arithmetic, tall
 from smat_fn.merge.parts.per_expert import Weighted
 
-RECIPES = Path(__file__).parents[1] / "scripts" / "merge" / "make_recipes.py"
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "tests" / "scripts" / "merge" / "make_recipes.py"
 _spec = importlib.util.spec_from_file_location("make_recipes", RECIPES)
 make_recipes = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(make_recipes)
@@ -97,6 +99,19 @@ def test_every_merger_that_scales_its_task_vectors_is_here():
     assert {kind.name for kind in kinds if kind.rule is not Weighted.rule} == {
         *("ta", "ties", "dare", "dare_ties", "della", "breadcrumbs", "fisher")
     }
+
+
+def test_the_lists_of_mergers_with_weights_are_complete():
+    kinds = {kind.name for kind in (*merge.MERGERS, *merge.MORE_MERGERS) if issubclass(kind, Weighted)}
+    listed = re.search(
+        r"FOLDER@0.5 sets a weight \((.*?)\)", (ROOT / "smat_fn/scripts/commands/merge.py").read_text(), re.S
+    )
+    assert sorted(listed[1].replace("\n", " ").replace(",", "").split()) == sorted({*kinds, "weighted_average"})
+    page = (ROOT / "docs/merging.md").read_text()
+    rows = page.partition("| Merger | Result with weights w |\n")[2].partition("\n\n")[0].splitlines()[1:]
+    assert sorted(re.findall(r"`(\w+)`", " ".join(row.split("|")[1] for row in rows))) == sorted(
+        {*kinds, "weighted_average"}
+    )
 
 
 @every_config

@@ -82,8 +82,8 @@ class Inputs:
     """Base checkpoint, with --experts instead of --run: a folder, a .safetensors or .pt file, or a hub name."""
     experts: Annotated[tuple[Path, ...], NONE] = ()
     """Expert checkpoints or LoRA adapters, with --base instead of --run: paths like that of --base, or NAME=PATH.
-    FOLDER@0.5 sets a weight (ta, ties, dare, dare_ties, della, breadcrumbs, fisher, weighted_average).
-    A[0:3]+B[1:4] stacks layers of A and B."""
+    FOLDER@0.5 sets a weight (ta, ties, dare, dare_ties, della, breadcrumbs, magmax, pcb, tsv_merge, iso_c, iso_cts,
+    wudi, sce, consensus, opcm, dc_merge, fisher, weighted_average). A[0:3]+B[1:4] stacks layers of A and B."""
     vocabulary: Literal["error", "base-rows", "pad-with-base"] = "error"
     """If embeddings have more or fewer rows than the base's: error; cut to its rows (fewer stay an error); or cut and
     pad with its rows."""
