@@ -210,7 +210,7 @@ def _surveys(job: Job, notes: Mapping[int, Any], placed: Sequence[Sequence[Shard
     """Thresholds and votes of all parts, as one process notes them."""
     if (trimming := job.config.trimming()) is None:
         return {}
-    _, scope, _ = trimming
+    scope = trimming.scope
     found = [notes[i] for i in sorted(notes)]
     if scope == "tensor":
         rows: dict[str, Any] = {}

@@ -264,10 +264,10 @@ class Ties(Sparse):
     def trimming(self) -> Trimming:
         assert self.keep is not None
         assert self.scope is not None
-        return Trimming(self.keep, self.scope, self.densities)
+        return Trimming(self.keep, self.scope, self.densities, votes=self.scope == "global" and not self.special())
 
     def problems(self, experts: Experts) -> list[str]:
-        keep, scope, densities = self.trimming()
+        keep, scope, densities, _ = self.trimming()
         if wrong := super().problems(experts):
             return [*_problems(keep, scope), *wrong]
         return [
@@ -284,9 +284,9 @@ class Ties(Sparse):
         return self.rescale or not self.elect or any(weight != 1 for weight in self.weights.values())
 
     def prepare(self, leaves: InMemory) -> None:
-        keep, scope, densities = self.trimming()
+        keep, scope, densities, voting = self.trimming()
         leaves.cuts, _ = _cuts(leaves, keep, scope, densities)
-        if scope == "global" and not self.special():
+        if voting:
             net = _net(leaves)
             leaves.majority = (net > 0) - (net < 0)
 

@@ -4,8 +4,12 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from smat_fn import merge
+from smat_fn.config import Ties
+from smat_fn.folders import merge_folders
+from smat_fn.folders.streaming.survey import Survey
 
 ZEROS = {"w": torch.zeros(4)}
 
@@ -64,6 +68,19 @@ def test_it_is_the_formula_of_localize_and_stitch(dtype, keep, count):
     for gamma in (0.5, 1.0):
         merged = merge.ties(base, dict(enumerate(experts)), coef=gamma, keep=keep, elect=False, aggregate="mean")
         assert all(torch.equal(merged[p], (base[p].to(wide) + gamma * found[p]).to(dtype)) for p in shapes)
+
+
+@pytest.mark.parametrize("options", [{"elect": False}, {"weights": {"x": 0.5}}, {"scope": "tensor"}, {}], ids=str)
+def test_folders_are_read_for_a_majority_only_where_it_counts(options, tmp_path, monkeypatch):
+    for seed, name in enumerate(("base", "x", "y")):
+        leaves = {"w": torch.randn(40, 9, generator=torch.Generator().manual_seed(seed))}
+        save_file(leaves, tmp_path / f"{name}.safetensors")
+    called = []
+    monkeypatch.setattr(Survey, "_net_sign", lambda survey: called.append(survey) or 1)
+    config = Ties(coef=1.0, keep=0.3, **{"aggregate": "mean", "scope": "global", **options})
+    paths = tmp_path / "base.safetensors", {name: tmp_path / f"{name}.safetensors" for name in "xy"}
+    merge_folders(config, *paths, tmp_path / "out")
+    assert len(called) == (not options)
 
 
 def test_with_everything_kept_it_is_the_mean_and_the_sum():

@@ -63,7 +63,7 @@ class Survey:
         self.density: dict[str, float] = {}  # the fraction of coordinates that is kept of every expert
         if (trimming := job.config.trimming()) is None:
             return
-        keep, scope, densities = trimming
+        keep, scope, densities, voting = trimming
         paths = trimmed_leaves(job)
         size = max(sum(job.base.leaves[path].numel() for path in paths), 1)
         if own is not None and scope == "tensor":
@@ -76,7 +76,7 @@ class Survey:
         self.cuts = {path: [t.cut() for t in row] for group, row in zip(groups, trims, strict=True) for path in group}
         self.density = {name: sum(row[i].kept for row in trims) / size for i, name in enumerate(job.experts)}
         if "majority" not in found:
-            found["majority"] = 1 if scope == "tensor" else self._net_sign()
+            found["majority"] = self._net_sign() if voting else 1
             save()
         self.majority = found["majority"]
 

@@ -49,6 +49,7 @@ class Trimming(NamedTuple):
     keep: float  # density
     scope: Scope
     densities: Mapping[str, Any] = MappingProxyType({})  # by expert instead: a number, or {glob: number}
+    votes: bool = False  # whether `Mapped.majority` is needed
 
 
 class Mapped(Protocol):
@@ -58,7 +59,7 @@ class Mapped(Protocol):
     coefs: Mapping[str, float]  # gamma of every floating-point leaf
     device: torch.device  # where chunks are merged
     cuts: Mapping[str, list[Cut]]  # with `Merger.trimming`: of every floating-point leaf, one for each expert
-    majority: int  # with `Merger.trimming`: the sign of a zero sum
+    majority: int  # with `Trimming.votes`: the sign of a zero sum
 
     def shape(self, path: str) -> torch.Size:
         """Shape of a leaf."""
