@@ -196,7 +196,7 @@ def _blocks(layers: Iterable[str]) -> dict[str, int]:
 
 
 def merge_picture(rows: Sequence[Row], curves: Mapping[str, Mapping[float, float]]) -> bytes:
-    """Experts' updates by block and, after a search, the mean dev score over the coefficient of each merger: a PNG.
+    """Experts' updates by block and, after a search, the mean score over the coefficient of each merger: a PNG.
 
     Args:
         rows: of the analysis interference.
@@ -211,7 +211,7 @@ def merge_picture(rows: Sequence[Row], curves: Mapping[str, Mapping[float, float
         axes[3].plot([best], [curve[best]], marker="o", markersize=10, fillstyle="none", color=line.get_color())
     if curves:
         axes[3].set_xlabel("coefficient; circle: the best")
-        axes[3].set_ylabel("mean dev score over tasks")
+        axes[3].set_ylabel("mean score of the search")
         tidy(axes[3], "both")
         axes[3].legend(frameon=False)
     return png(figure)

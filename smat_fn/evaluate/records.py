@@ -3,12 +3,11 @@
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..checkpoint import named_in_errors
+from .. import json_lines
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +56,8 @@ class Records:
         self._scores: dict[str, Scored] = {}
         self._answers: dict[str, dict[int, str]] = {}
         if folder is not None:
-            _read(folder / SCORES, self._take_score)
-            _read(folder / ANSWERS, self._take_answer)
+            json_lines.read(folder / SCORES, self._take_score, log)
+            json_lines.read(folder / ANSWERS, self._take_answer, log)
 
     def score(self, key: str) -> Scored | None:
         """The score of a key, or None."""
@@ -93,29 +92,5 @@ class Records:
         self._answers.setdefault(str(line["key"]), {})[row] = text
 
     def _append(self, name: str, lines: Sequence[Mapping[str, Any]]) -> None:
-        if self._folder is None or not lines:
-            return
-        text = "".join(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with named_in_errors(path := self._folder / name), open(path, "a+b", buffering=0) as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(size - 1, 0))
-            broken = file.read(1) not in (b"", b"\n")  # off by a kill, or another program has not written its end
-            left = memoryview(("\n" * broken + text).encode())
-            while left:  # more than one call on a full disk alone, where the next one raises the error
-                left = left[file.write(left) :]
-
-
-def _read(path: Path, take: Callable[[Mapping[str, Any]], None]) -> None:
-    if not path.exists():
-        return
-    skipped = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
-        if not line:  # another program ended it meanwhile
-            continue
-        try:
-            take(json.loads(line))
-        except (ValueError, TypeError, KeyError):
-            skipped.append(number)
-    if skipped:
-        log.warning("%s: lines %s are not valid records and are skipped", path, skipped)
+        if self._folder is not None and lines:
+            json_lines.append(self._folder / name, lines)

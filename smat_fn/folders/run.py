@@ -345,11 +345,16 @@ def _recipe(job: Job, shards: Sequence[Shard], more: str | None) -> dict[str, An
         now = job.seen[file]
         known = None if now is None else [now.size, now.modified, now.inode]
         files[str(file)] = [str(file.resolve()), known, sampled(file)]
+    parts = [*decided(job, shards, more), [[name, str(file)] for name, file in read]]
+    return {"settings": hashlib.sha256(json.dumps(parts).encode()).hexdigest(), "files": files}
+
+
+def decided(job: Job, shards: Sequence[Shard], more: str | None) -> list[Any]:
+    """What decides the output's bytes beside the input files, as JSON values. Args: more: as of `write_job`."""
     key = None if job.key is None else job.key.tolist()
     headers = [[shard.file, hashlib.sha256(shard.header).hexdigest()] for shard in shards]
     parts = [__version__, job.config.name, job.config.settings(), job.coefs, key, job.device.type]
-    parts += [more, written(job).label, headers, [[name, str(file)] for name, file in read]]
-    return {"settings": hashlib.sha256(json.dumps(parts).encode()).hexdigest(), "files": files}
+    return [*parts, more, written(job).label, headers]
 
 
 def room_problems(folder: Path, shards: Sequence[Shard]) -> list[str]:

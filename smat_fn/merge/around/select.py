@@ -14,6 +14,7 @@ from ..parts.merger import COEFS
 from ..parts.vectors import apply_vector
 
 T = TypeVar("T")
+WIDER = 10  # coefficients that a search adds beyond the edges of its grid, at most
 _ROUNDING = 1e-12  # relative; of means of equal numbers in another order
 
 # sparsity calibration on plainly fine-tuned experts, candidates from less to more pruning, at these coefficients
@@ -121,6 +122,39 @@ def _ordered(coefs: Sequence[float]) -> list[float]:
     problems = [text for c in given for text in type_problems(coef=c)]
     raise_problems(problems or [f"coef is {c}, must be finite" for c in given if not math.isfinite(c)])
     return sorted(given)
+
+
+def choose_coef(
+    score: Callable[[float], float], coefs: Sequence[float], *, widen: bool = False
+) -> tuple[Selection[float], str]:
+    """The coefficient of the largest ``score(coef)``, the smaller of equal ones, and the edge of those tried it is at.
+
+    Args:
+        score: called once a coefficient, from small to large.
+        coefs: candidates, finite.
+        widen: try `next_coef` beyond an edge, at most `WIDER` in all, as long as the score rises there.
+
+    Returns:
+        The choice, whose curve is from small to large, and its `grid_edge`.
+
+    Raises:
+        ValueError: as `choose` does, or for coefficients that are not finite numbers.
+    """
+    grid, known = _ordered(coefs), dict[float, float]()
+    most = len(grid) + WIDER
+
+    def once(coef: float) -> float:
+        if coef not in known:
+            known[coef] = score(coef)
+        return known[coef]
+
+    while True:
+        found = choose(grid, once)
+        edge = grid_edge(found.best, grid)
+        beside = grid[1 if edge == "smallest" else -2] if edge else found.best
+        if not (widen and len(grid) < most and exceeds(found.score, known[beside])):
+            return found, edge
+        grid = sorted([*grid, next_coef(grid, edge)])
 
 
 class Layered(NamedTuple):

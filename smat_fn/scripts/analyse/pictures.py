@@ -130,13 +130,13 @@ def check_picture(path: Path) -> None:
 
 
 def picture(path: Path, rows: Sequence[Mapping[str, Any]], merged: Sequence[Path]) -> None:
-    """Write a PNG for ``merge.py --plot``: experts' updates by block, and the dev scores of a search by coefficient."""
+    """Write a PNG for ``merge.py --plot``: experts' updates by block, and the scores of a search by coefficient."""
     from ... import checkpoint
     from ...analyses.plots import merge_picture
 
     curves = {}
     for folder in merged:
         manifest = checkpoint.load_manifest(folder)
-        if curve := manifest.get("dev_curve"):
+        if curve := manifest["dev_curve"] or manifest.get("score_curve"):
             curves[manifest["merger"]] = {float(coef): float(score) for coef, score in curve}
     checkpoint.write_bytes(path, merge_picture(rows, curves))

@@ -102,6 +102,11 @@ class Choices:
 
     search: bool = False
     """Choose missing coefficients on the dev split. An interrupted search resumes when rerun."""
+    score: Annotated[str | None, arg(metavar="COMMAND", help_behavior_hint="(default: dev scores)")] = None
+    """With --search: score by this command instead. {model} is the merged model's folder, {out} one for its files.
+    Higher is better: the last line it prints, or --score-key. Run without a shell."""
+    score_key: Annotated[tuple[str, ...], arg(metavar="[KEY ...]", help_behavior_hint="(default: none)")] = ()
+    """Numbers in a JSON file that --score writes below {out}, e.g. results/gsm8k/acc,none; their mean is the score."""
     grid: Annotated[tuple[float, ...], arg(help_behavior_hint="(default: 0.1 to 1.0, or the merger's own)")] = ()
     """The coefficients that --search tries."""
     widen: bool = False
@@ -228,6 +233,7 @@ def main(args: Merge) -> None:
     if args.choice.preset is not None:
         preset_of(args.choice.preset)
     _check_inputs(args)
+    _check_score(args)
     import torch
 
     from smat_fn.merge import CALIBRATION_COEFS
@@ -256,7 +262,7 @@ def main(args: Merge) -> None:
     every = [config.name for config in configs if of_all_tasks(config)]
     if every and (args.choice.search or args.choice.calibrate or args.output.plot):
         raise ValueError(f"{every[0]} for all tasks is not a model for --search, --calibrate or --plot: give --task")
-    merge = in_memory if args.choice.search or args.choice.calibrate else on_disk
+    merge = in_memory if (args.choice.search and args.choice.score is None) or args.choice.calibrate else on_disk
     if not args.output.dry_run:
         found = "expert" + "s" * (len(experts) != 1) + ("" if args.inputs.run is None else f" of {args.inputs.run}")
         say(f"merging {len(experts)} {found} by {', '.join(config.name for config in configs)}")
@@ -294,6 +300,30 @@ def _check_inputs(args: Merge) -> None:
         raise ValueError("svc takes a merged model first, --run has none: pass --base BASE --experts MERGED EXPERT...")
     if args.output.plot and (args.inputs.into is not None or args.inputs.partial):  # it compares whole models
         raise ValueError("--plot is not available with --into and --partial: leave it out")
+
+
+def _check_score(args: Merge) -> None:
+    """Raises: ValueError for options of a search by a command without one, and for those that it replaces."""
+    choice = args.choice
+    if choice.score is None:
+        if choice.score_key:
+            raise ValueError("--score-key requires --score")
+        return
+    if not choice.search:
+        raise ValueError("--score requires --search")
+    of_suites = {
+        "--data": choice.data, "--suite-options": choice.suite_options, "--calibrate": choice.calibrate,
+        "--snapshots": choice.snapshots, "--per-layer": choice.per_layer,
+    }  # fmt: skip
+    if given := [option for option, value in of_suites.items() if value]:
+        raise ValueError(
+            f"{', '.join(given)}: not available with --score, whose command takes the place of dev data: leave it out, "
+            "or leave out --score"
+        )
+    if choice.lines is not None:
+        raise ValueError("--lines is not available with --score: leave it out, or give it a number by --coef")
+    if args.machine.part is not None:
+        raise ValueError("--part is not available with --search: leave it out, or give the coefficient by --coef")
 
 
 def _base_of(args: Merge) -> str:
@@ -391,7 +421,7 @@ def in_memory(
 
 
 def on_disk(args: Merge, preset: Preset, configs: list[MergerConfig], base: Path, experts: list[Path]) -> Iterable[str]:
-    """Merge folders chunk by chunk, or plan that with --dry-run; yields the printed lines."""
+    """Merge folders chunk by chunk, with --score after a search, or plan it by --dry-run; yields printed lines."""
     from smat_fn.folders import chunk_of
     from smat_fn.scripts.merge import streaming
     from smat_fn.scripts.recipes.templates import NOTES, TEMPLATES
@@ -433,6 +463,11 @@ def on_disk(args: Merge, preset: Preset, configs: list[MergerConfig], base: Path
         partial=args.inputs.partial,
     )
     own = args.output
+    if args.choice.score is not None:
+        from smat_fn.scripts.merge import outside
+
+        asked = outside.Asked(args.choice.score, args.choice.score_key, args.choice.grid, args.choice.widen)
+        return outside.run(configs, order, asked, dry_run=own.dry_run, push=own.push_to_hub, public=own.public)
     return streaming.run(configs, order, dry_run=own.dry_run, push=own.push_to_hub, public=own.public)
 
 

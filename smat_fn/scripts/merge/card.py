@@ -55,7 +55,7 @@ def card(manifest: Mapping[str, Any]) -> str:
         lines += ["", f"Precision: {rounding(manifest['rounding_ratio'])}; dtypes: {manifest['out_dtype']}."]
     if manifest.get("density"):
         lines += ["", f"Share of coordinates that was kept: {_points(manifest['density'].items(), '{} {:.6f}')}."]
-    lines += _search(manifest)
+    lines += [*_search(manifest), *_outside(manifest)]
     lines += [f"\nNote: {_text(note)}." for note in manifest.get("notes", ())]
     of_base, theirs = _licenses(manifest)
     lines += _other_licenses(of_base, theirs, "experts")
@@ -296,6 +296,28 @@ def _search(manifest: Mapping[str, Any]) -> list[str]:
             f"{cost['seconds_merging']:.1f} s of merging, {cost['seconds_scoring']:.1f} s of scoring."
         )
     return [text for line in lines for text in ("", line)]
+
+
+def _outside(manifest: Mapping[str, Any]) -> list[str]:
+    """Paragraphs about the score of another program, if the coefficient was chosen by it."""
+    if "score" not in manifest:
+        return []
+    asked, edge = manifest["asked"], manifest.get("score_edge")
+    keys = f" ({_text(', '.join(asked['score_keys']))})" if asked["score_keys"] else ""
+    lines = [
+        "",
+        f"The score of another program{keys}, larger is better, is {manifest['score']:.6g}: {_code(asked['score'])}.",
+    ]
+    if len(scores := manifest.get("scores", {})) > 1:
+        lines += [
+            "",
+            f"It is the mean of {_points(((_text(name), own) for name, own in scores.items()), '{} {:.6g}')}.",
+        ]
+    if curve := manifest["score_curve"]:
+        chosen = f" The chosen one is the {edge} tried." if edge else ""
+        tried = _points(curve, "{}: {:.6g}")
+        lines += ["", f"The coefficient was chosen by this score, which is therefore optimistic: {tried}.{chosen}"]
+    return lines
 
 
 def _points(points: Iterable[Any], form: str = "{}: {:.2f}") -> str:

@@ -22,7 +22,6 @@ T = TypeVar("T")
 Known: TypeAlias = dict[tuple[MergerConfig, "Decode"], float]  # scores of this search
 Decode = tuple[str, int]  # task, repeat
 Curve = tuple[tuple[float, float], ...]  # (value, mean dev score) of every candidate
-WIDER = 10  # coefficients that a widened search adds, at most
 
 
 class Tried(NamedTuple):
@@ -344,7 +343,7 @@ def _search(
 ) -> tuple[Reranked[MergerConfig], Tried, str]:
     """The merger with the best coefficient, the cost, and which edge of the grid that coefficient is at, if any."""
     known: Known = {}
-    costs, most = list[Tried](), len(grid) + WIDER
+    costs, most = list[Tried](), len(grid) + merge.WIDER
     while True:
         found, tried = _rank([_with(config, coef=coef) for coef in grid], models, scorer, known)
         costs.append(tried)

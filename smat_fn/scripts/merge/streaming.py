@@ -5,8 +5,10 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Unpack
 
 import torch
@@ -62,6 +64,7 @@ class Order(NamedTuple):
     semantics: Semantics
     options: Options
     part: Part | None = None  # merge this one only
+    searched: Mapping[str, Mapping[str, Any]] = MappingProxyType({})  # by merger, facts of a search by an outside score
 
 
 def order(
@@ -110,17 +113,21 @@ def by_depth(base: Path, configs: Sequence[MergerConfig], lines: tuple[float, fl
     return lines_rules(paths, low=coef * lines[0], high=coef * lines[1])
 
 
-def stream_run(configs: Sequence[MergerConfig], order: Order) -> Iterator[tuple[Path, Report | Waiting | None]]:
+def stream_run(
+    configs: Sequence[MergerConfig], order: Order, hashing: Hashing | None = None
+) -> Iterator[tuple[Path, Report | Waiting | None]]:
     """Merge by each merger into ``out/<merger>``, with manifest and model card (`merge_folders`); a generator.
 
     Without ``overwrite``, a folder that holds this very merge stays as it is, once its files and its inputs are hashed
     again: it is yielded with None. Of a part (`merge_part`) comes what it waits for, of the last one the report.
 
+    Args: hashing: shared with other work on the same inputs; default: its own.
     Raises: ValueError that lists all problems of all mergers before any merging; later as `merge_folders`.
     """
     origins: dict[tuple[str, ...], str] = {}
-    with Hashing(order.options.get("workers", 1)) as hashing:
-        kept = _check(configs, order, hashing)
+    shared = Hashing(order.options.get("workers", 1)) if hashing is None else nullcontext(hashing)
+    with shared as hashing:
+        kept = kept_of(configs, order, hashing)
         for config in configs:
             folder = order.out / config.name
             if config in kept:
@@ -128,7 +135,7 @@ def stream_run(configs: Sequence[MergerConfig], order: Order) -> Iterator[tuple[
                     tidy(folder)
                     yield folder, None
                 continue
-            options, describe = _options(config, order), partial(_texts, config, order, origins)
+            options, describe = options_of(config, order), partial(_texts, config, order, origins)
             inputs = config, order.base, order.experts, folder
             if of_all_tasks(config):
                 yield folder, merge_several(*inputs, describe=describe, hashing=hashing, **options)
@@ -142,12 +149,12 @@ def stream_run(configs: Sequence[MergerConfig], order: Order) -> Iterator[tuple[
 def plan_run(configs: Sequence[MergerConfig], order: Order) -> dict[Path, Plan | None]:
     """Memory, disk and time of `stream_run`, None for a merge that is done; nothing is written. Raises: the same."""
     with Hashing(order.options.get("workers", 1)) as hashing:
-        kept = _check(configs, order, hashing)
+        kept = kept_of(configs, order, hashing)
     return {
         order.out / config.name: None
         if config in kept
         else (plan_several if of_all_tasks(config) else plan)(
-            config, order.base, order.experts, order.out / config.name, **_options(config, order)
+            config, order.base, order.experts, order.out / config.name, **options_of(config, order)
         )
         for config in configs
     }
@@ -251,7 +258,7 @@ def plan_text(folder: Path, found: Plan | None) -> str:
     )
 
 
-def _check(configs: Sequence[MergerConfig], order: Order, hashing: Hashing) -> list[MergerConfig]:
+def kept_of(configs: Sequence[MergerConfig], order: Order, hashing: Hashing) -> list[MergerConfig]:
     """The mergers whose merge is done already. Raises: as `stream_run` before any merging."""
     problems, kept = list[str](), list[MergerConfig]()
     if order.coefs and not any(hasattr(config, "coef") for config in configs):
@@ -263,7 +270,7 @@ def _check(configs: Sequence[MergerConfig], order: Order, hashing: Hashing) -> l
                 kept.append(config)
                 continue
             problems += [f"{folder} holds another merge: {others[0]}"] if is_merged(folder) else []
-        options = _options(config, order)
+        options = options_of(config, order)
         if hasattr(config, "coef") and config.coef is None and not order.coefs:
             problems.append(f"{config.name} needs a coefficient: give --coef, or --search for one on dev")
             options["coef"] = 1.0
@@ -286,10 +293,11 @@ def _prepared(config: MergerConfig, order: Order, options: Options) -> tuple[Job
 
 def _other_merge(config: MergerConfig, order: Order, folder: Path, hashing: Hashing) -> list[str]:
     """Reasons why ``folder`` does not hold this very merge; none if it does."""
-    if found := differences(folder, {"merge_seed": order.seed, **_settings(config, order), **_stacks(order)}):
+    asked = {name: own for name, own in order.searched.get(config.name, {}).items() if name == "asked"}
+    if found := differences(folder, {"merge_seed": order.seed, **_settings(config, order), **_stacks(order), **asked}):
         return found
     try:
-        job, _ = _prepared(config, order, _options(config, order) | {"overwrite": True})
+        job, _ = _prepared(config, order, options_of(config, order) | {"overwrite": True})
     except ValueError as error:
         return [str(error)]
     inputs = {opened.label: opened.stores for opened in (job.base, *job.experts.values())}
@@ -298,7 +306,7 @@ def _other_merge(config: MergerConfig, order: Order, folder: Path, hashing: Hash
 
 def _settings(config: MergerConfig, order: Order) -> dict[str, Any]:
     """Settings that decide the bytes of a merge, beside its inputs."""
-    coefs = {"coefs": dict(order.coefs)} if "coef" in _options(config, order) else {}
+    coefs = {"coefs": dict(order.coefs)} if "coef" in options_of(config, order) else {}
     return {
         "merger": config.name,
         "hyperparameters": {**settings(config), **coefs},
@@ -311,7 +319,8 @@ def _settings(config: MergerConfig, order: Order) -> dict[str, Any]:
     }
 
 
-def _options(config: MergerConfig, order: Order) -> Options:
+def options_of(config: MergerConfig, order: Order) -> Options:
+    """The options of `merge_folders` for a merger, without its settings."""
     options = Options(**order.options)
     options["key"] = mask_key(order.seed)
     if order.coefs and hasattr(config, "coef"):
@@ -342,6 +351,7 @@ def _texts(
         **({"scales": open_several(files[0].parent).scales} if of_all_tasks(config) else {}),
         dev={},
         dev_curve=[],
+        **order.searched.get(config.name, {}),
         density=report.density,
         rounding_ratio=report.rounding,
         notes=list(report.notes),

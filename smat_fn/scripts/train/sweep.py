@@ -2,11 +2,8 @@
 
 import json
 import shlex
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from pathlib import Path
@@ -17,6 +14,7 @@ from tyro.conf import Positional, arg
 from ... import errors
 from ...config import METHODS, MORE_METHODS
 from .. import cli, outcome
+from ..signals import leaving_on_signals
 from . import launching
 from .launching import Job, Launcher
 from .settings import DataSettings
@@ -124,7 +122,7 @@ def sweep(options: Sweep, *, script: Sequence[str], report: Callable[[str], None
     waiting = [job for job in wanted if not _ended_well(job, _run(options, job), options.flags)]
     report(f"{len(wanted)} runs, {len(wanted) - len(waiting)} of them done; logs in {options.out / JOBS}")
     failed, ended = list[Job](), 0
-    with _leaving_on_signals():
+    with leaving_on_signals():
         launched = chain.from_iterable(launch(wave) for wave in _waves(options.flags, waiting) if not failed)
         for job, status in launched:
             ended += 1
@@ -155,27 +153,6 @@ def _waves(flags: str, waiting: Sequence[Job]) -> list[list[Job]]:
         return [list(waiting)]
     first = [job for job in waiting if job.name.startswith("ft-seed")]
     return [first, [job for job in waiting if job not in first]]
-
-
-@contextmanager
-def _leaving_on_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise SystemExit inside, so that a launcher ends the processes it started."""
-    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
-        yield
-        return
-
-    def leave(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
-
-    before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    asking = [number for number, handler in before.items() if handler != signal.SIG_IGN]  # as nohup sets
-    for number in asking:
-        signal.signal(number, leave)
-    try:
-        yield
-    finally:
-        for number in asking:
-            signal.signal(number, before[number])
 
 
 def progress(out: Path) -> list[Progress]:

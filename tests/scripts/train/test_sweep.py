@@ -19,6 +19,7 @@ from smat_fn import checkpoint, machine
 from smat_fn.checkpoint import write_text
 from smat_fn.mat.finetune import State
 from smat_fn.scripts import cli
+from smat_fn.scripts.signals import leaving_on_signals
 from smat_fn.scripts.train import launching, snapshots, sweep
 from smat_fn.scripts.train.launching import Job
 from smat_fn.scripts.train.snapshots import Saver
@@ -226,11 +227,11 @@ def test_children_are_ended_when_the_parent_stops(tmp_path):
 def test_a_signal_leaves_a_sweep_unless_nohup_has_it_ignored(number):
     before = signal.signal(number, handler := lambda *_: None)
     try:
-        with pytest.raises(SystemExit) as caught, sweep._leaving_on_signals():
+        with pytest.raises(SystemExit) as caught, leaving_on_signals():
             signal.raise_signal(number)
         assert caught.value.code == 128 + number
         assert signal.signal(number, signal.SIG_IGN) is handler
-        with sweep._leaving_on_signals():
+        with leaving_on_signals():
             signal.raise_signal(number)
     finally:
         signal.signal(number, before)

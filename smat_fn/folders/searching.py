@@ -1,0 +1,237 @@
+"""Search of a coefficient by any score of the merged folder: candidates of any size, on disk, one at a time."""
+
+import hashlib
+import json
+import logging
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple, TypeAlias, Unpack
+
+from .. import checkpoint, errors, json_lines
+from ..merge.around.select import choose_coef
+from ..merge.parts.merger import Merger
+from .files import Hashing
+from .prepare import Options, prepare
+from .run import decided, read_by, room_problems, write_job
+from .streaming.chunks import Job
+from .streaming.estimate import memory_problems
+from .writing import Shard, locked, work_folder
+
+log = logging.getLogger(__name__)
+SCORES = "candidates.jsonl"  # beside the merged models: scores of candidates
+_CANDIDATE = ".smat-candidate"  # ends the name of the folder of a candidate, which is removed after its score
+
+Score: TypeAlias = Callable[[Path], float | Mapping[str, float]]
+
+
+class Searched(NamedTuple):
+    """A coefficient that was chosen by the score of merged folders."""
+
+    config: Merger  # with the coefficient
+    scores: dict[str, float]  # of the chosen one, by name; of a score without a name {"": score}
+    curve: tuple[tuple[float, float], ...]  # (coefficient, score) of every candidate; empty where there is no choice
+    edge: str = ""  # "smallest" or "largest", where the coefficient is at the edge of those tried
+
+    @property
+    def score(self) -> float:
+        """The mean of the scores."""
+        return fmean(self.scores.values())
+
+
+class Candidate(NamedTuple):
+    """A score as soon as it is known."""
+
+    name: str  # of the output folder, with the coefficient: "ta 0.3"
+    score: float
+    kept: bool  # known from an earlier search
+
+
+class _Ready(NamedTuple):
+    """A candidate before it is merged."""
+
+    name: str
+    folder: Path
+    job: Job
+    shards: list[Shard]
+    more: str
+
+
+# over 60 lines: its docstring explains every argument
+def search_folders(
+    config: Merger,
+    base: Path,
+    experts: Mapping[str, Path],
+    out: Path,
+    *,
+    score: Score,
+    coefs: Sequence[float] = (),
+    widen: bool = False,
+    name: str = "",
+    hashing: Hashing | None = None,
+    report: Callable[[Candidate], object] = lambda candidate: None,
+    **options: Unpack[Options],
+) -> Searched:
+    """The coefficient whose merged folder has the largest score; `merge_folders` then merges by `Searched.config`.
+
+    Each candidate is merged by `merge_folders`, with the same bytes, into a folder beside ``out``, scored, and removed,
+    also after an error. There is one such folder at a time; one that a killed process left is removed at the next
+    start. A merger without an open coefficient is one candidate.
+
+    Args:
+        config: its ``coef`` is None, to be chosen.
+        base, experts: as of `merge_folders`.
+        out: folder for the merged model, which is not written here.
+        score: of the folder of a candidate, the larger the better: a number, or several by name, whose mean counts.
+            Beside this folder it may write files of its own, which are removed too.
+        coefs: candidates; default: the merger's own, `Merger.grid`.
+        widen: try more as long as the best one is at an edge of those, ten at most (`choose_coef`).
+        name: what tells this score from others. With it, scores are kept in ``candidates.jsonl`` beside ``out``, by the
+            content of the inputs, all options that decide the bytes, and this name: none is computed twice.
+        hashing: as of `merge_folders`.
+        report: called with each score.
+        options: as of `merge_folders`, ``coef`` by glob only; coefficients are for the other parameters.
+
+    Raises:
+        ValueError: as `merge_folders`, before any work; for coefficients that are not finite, are given twice or change
+            nothing; if another search of ``out`` is running; and, with the name of the candidate, if a score is not a
+            finite number or ``score`` raises one.
+
+    Example:
+        >>> def score(folder):
+        ...     return -float(load_file(folder / "model.safetensors")["w"].sub(1).norm())
+        >>> found = search_folders(TaskArithmetic(), base, experts, Path("merged"), score=score, coefs=(0.3, 0.6))
+        >>> merge_folders(found.config, base, experts, Path("merged"))
+    """
+    out = checkpoint.follow(Path(out))
+    tried, more = _tried(config, coefs), read_by(base, experts, options)
+    place, kept = _place(out), _kept(out.parent / SCORES) if name else {}
+    found = dict[float | None, dict[str, float]]()
+
+    def ready(coef: float | None) -> _Ready:
+        end = [] if coef is None else [f"{coef:.12g}"]
+        named = " ".join([out.name, *end]), place / "-".join([out.name, *end])
+        return _Ready(*named, *prepare(_at(config, coef), base, experts, out, **options), more)
+
+    first = ready(tried[0])
+    problems = [*memory_problems(first.job), *room_problems(work_folder(out), first.shards)]
+    if any(first.job.coefs == ready(coef).job.coefs for coef in tried[1:2]):
+        problems.append("`coef` has a number for every parameter, so there is nothing to choose: leave it out")
+    errors.raise_problems(problems)
+    shared = Hashing(options.get("workers", 1)) if hashing is None else nullcontext(hashing)
+    with shared as hashes, _only(out, place):
+
+        def score_at(coef: float | None) -> float:
+            own, begin = ready(coef), time.perf_counter()
+            key = _key(own, hashes, name) if name else ""
+            found[coef] = kept[key] if key in kept else _scored(own, score, hashes)
+            if name and key not in kept:
+                about = {"key": key, "candidate": own.name, "score": name, "scores": found[coef]}
+                json_lines.append(out.parent / SCORES, [{**about, "seconds": round(time.perf_counter() - begin, 3)}])
+            value = fmean(found[coef].values())
+            report(Candidate(own.name, value, key in kept))
+            return value
+
+        if tried == [None]:
+            score_at(None)
+            return Searched(config, found[None], ())
+        best, edge = choose_coef(score_at, [coef for coef in tried if coef is not None], widen=widen)
+    return Searched(_at(config, best.best), found[best.best], best.curve, edge)
+
+
+def _tried(config: Merger, coefs: Sequence[float]) -> list[float | None]:
+    """The coefficients to try, None for the merger as it is. Raises: ValueError for those that cannot be tried."""
+    if not isinstance(config, Merger):
+        raise ValueError(f"config is {config!r}, must be the options of a merger, such as TaskArithmetic()")
+    if getattr(config, "coef", 0.0) is not None:
+        if coefs:
+            given = f"{config.coef:g}, leave one out" if hasattr(config, "coef") else "none: leave them out"
+            raise ValueError(f"coefs are {list(coefs)}, but the coefficient of {config.name} is {given}")
+        return [None]
+    problems = [f"coefficient {coef} to search is not finite" for coef in coefs if not math.isfinite(coef)]
+    problems += [f"coefficients to search are {list(coefs)}: name each once"] if len({*coefs}) < len(coefs) else []
+    errors.raise_problems(problems)
+    return [*sorted(coefs or config.grid)]
+
+
+def _at(config: Merger, coef: float | None) -> Merger:
+    return config if coef is None else replace(config, coef=coef)  # type: ignore[call-arg]
+
+
+def _place(out: Path) -> Path:
+    return out.parent / f".{out.name}{_CANDIDATE}"
+
+
+@contextmanager
+def _only(out: Path, place: Path) -> Iterator[None]:
+    """Only one search of ``out`` is inside. Folders of candidates are removed at the end, and at the start left ones.
+
+    Raises: ValueError if another search of ``out`` is running.
+    """
+    with _locked(place, f"another search of {out} is running (it holds the lock beside {place}): wait for it"):
+        try:
+            for left in out.parent.glob(f".*{_CANDIDATE}"):
+                with suppress(ValueError), nullcontext() if left == place else _locked(left, "a search is running"):
+                    shutil.rmtree(left, ignore_errors=True)
+            yield
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def _locked(place: Path, taken: str) -> AbstractContextManager[None]:
+    return locked(place.with_name(f"{place.name}.lock"), taken)
+
+
+def _scored(own: _Ready, score: Score, hashing: Hashing) -> dict[str, float]:
+    """Merge a candidate, score it and remove it. Raises: ValueError with its name."""
+    try:
+        write_job(own.job, own.shards, own.folder, describe=None, hashing=hashing, overwrite=False, more=own.more)
+        found = score(own.folder)
+        scores = dict(found) if isinstance(found, Mapping) else {"": found}
+        errors.raise_problems([] if scores else ["there is no score: give at least one"])
+        return {str(name): _number(name, value) for name, value in scores.items()}
+    except ValueError as error:
+        raise errors.Problems([f"{own.name}: {text}" for text in errors.texts(error)]) from error
+    finally:
+        shutil.rmtree(own.folder.parent, ignore_errors=True)
+
+
+def _number(name: Any, value: Any) -> float:
+    """A score as a float. Raises: ValueError if it is not a finite number."""
+    said = f"score {name!r}" if name else "its score"
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError):  # the last one of tensors
+        raise ValueError(f"{said} is {value!r}, must be a number") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{said} is {number}, must be finite")
+    return number
+
+
+def _key(own: _Ready, hashing: Hashing, name: str) -> str:
+    """SHA-256 of all that a score depends on: input files by content, settings, files beside the weights, its name."""
+    job, files = own.job, hashing.digests(own.job.seen)
+    inputs = [[label, *(files[f] for f in each.stores)] for label, each in {"": job.base, **job.experts}.items()]
+    copied = hashing.digests(file for file in job.beside.values() if isinstance(file, Path))
+    beside = {
+        path: copied[file] if isinstance(file, Path) else hashlib.sha256(file).hexdigest()
+        for path, file in job.beside.items()
+    }
+    facts = [decided(job, own.shards, own.more), inputs, sorted(files.values()), sorted(beside.items()), name]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _kept(file: Path) -> dict[str, dict[str, float]]:
+    """The scores that earlier searches kept, by key."""
+    found = dict[str, dict[str, float]]()
+
+    def take(line: Mapping[str, Any]) -> None:
+        found[str(line["key"])] = {str(name): _number(name, value) for name, value in line["scores"].items()}
+
+    json_lines.read(file, take, log)
+    return found
