@@ -25,7 +25,7 @@ from smat_fn.folders import run as stream
 from smat_fn.folders.parts import Part
 from smat_fn.scripts.analyse import pictures
 from smat_fn.scripts.commands import merge as command
-from smat_fn.scripts.merge import commands, merging, settings, snapshots, streaming
+from smat_fn.scripts.merge import commands, merging, outside, settings, snapshots, streaming
 from smat_fn.scripts.merge import inputs as reading
 from smat_fn.scripts.recipes import load as recipes
 from smat_fn.scripts.recipes.own import Recipe
@@ -117,6 +117,22 @@ IN_MEMORY = [
     }),
 ]  # fmt: skip
 
+OF_SUITES, OF_SCORE = {"per_layer", "snapshots", "calibrate", "data", "suite_options"}, {"score", "score_key"}
+ASKED = outside.Asked("true {model}")
+BY_SCORE = [
+    *(row for row in ON_DISK if not {*row[0]} & {"merger", "plot", "preset", "lines", "part"}),
+    ({"merger": Della(drop_prob=0.4)}, {"configs": [replace(DELLA, drop_prob=0.4)]}),
+    ({"merger": Ties(), "semantics": "original"}, {
+        "configs": [Ties(keep=0.5, aggregate="mean", scope="global")], "semantics": "original",
+    }),
+    ({"widen": True}, {"asked": ASKED._replace(widen=True)}),
+    ({"score": "other {model}"}, {"asked": ASKED._replace(command="other {model}")}),
+    ({"score_key": ("a/b",)}, {"asked": ASKED._replace(keys=("a/b",))}),
+    ({"grid": (0.1, 0.2)}, {"asked": ASKED._replace(coefs=(0.1, 0.2))}),
+    ({"preset": "lm"}, {"configs": [replace(DELLA, **OF_LM)]}),
+    ({"plot": PLOT}, {"rows": (BASE, EXPERTS, DRAWN), "picture": (PLOT, [Path("out/della")])}),
+]  # fmt: skip
+
 
 @pytest.fixture
 def received(monkeypatch):
@@ -136,6 +152,7 @@ def received(monkeypatch):
         (streaming, "order", took("base", "experts")),
         (streaming, "by_depth", lambda base, configs, lines: (base, lines)),
         (streaming, "run", took("configs", "order")),
+        (outside, "run", took("configs", "order", "asked")),
         (merging, "merge_run", took("configs", "base", "experts")),
         (snapshots, "find_snapshots", lambda run, experts: {1: [run, *experts]}),
         (recipes, "load", lambda file, **own: got.update(file=file, **own) or RECIPE),
@@ -161,12 +178,18 @@ def options(merger, **choice):
 
 
 def test_every_option_reaches_a_merge_on_disk(received):
-    of_search = {"search", "grid", "widen", "per_layer", "snapshots", "calibrate", "data", "suite_options"}
+    of_search = {"search", "grid", "widen", *OF_SUITES, *OF_SCORE}
     assert_effects(partial(received, command.main), options(Della(coef=0.3)), ON_DISK, besides=of_search)
 
 
 def test_every_option_reaches_a_merge_in_memory(received):
-    assert_effects(partial(received, command.main), options(Della(), search=True), IN_MEMORY, besides=command.ON_DISK)
+    besides = {*command.ON_DISK, *OF_SCORE}
+    assert_effects(partial(received, command.main), options(Della(), search=True), IN_MEMORY, besides=besides)
+
+
+def test_every_option_reaches_a_search_by_a_command(received):
+    plain, besides = options(Della(), search=True, score=ASKED.command), {"search", "lines", "part", *OF_SUITES}
+    assert_effects(partial(received, command.main), plain, BY_SCORE, besides=besides)
 
 
 RECIPE = Recipe(Della(coef=0.3), BASE, {"x": Path("x")}, None, {"seed": 1, "heads": "error"})

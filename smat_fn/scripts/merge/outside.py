@@ -8,7 +8,7 @@ import shlex
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
@@ -74,9 +74,9 @@ def run(
         plans = errors.all_at_once(problems, lambda: plan_run(first, order))
         for (folder, plan), config in zip(plans.items(), configs, strict=True):
             yield plan_text(folder, plan)
-            if plan is not None:
-                count = len(asked.coefs or config.grid) if is_open(config) else 1
-                yield f"  search: {count} models one after another, each merged, scored by --score and removed"
+            if plan is not None and is_open(config):
+                count = len(asked.coefs or config.grid)
+                yield f"  search: {count} models, one after another: each is merged, scored by --score and removed"
         return
     with_push = pushed(push, public=public, count=len(configs))
     with Hashing(order.options.get("workers", 1)) as hashing, leaving_on_signals():
@@ -178,7 +178,7 @@ class Program:
     def __init__(self, asked: Asked, logs: Path) -> None:
         self._asked, self._logs, self._words = asked, logs, words_of(asked.command)
 
-    def __call__(self, model: Path) -> float | Mapping[str, float]:
+    def __call__(self, model: Path) -> dict[str, float]:
         """Run the command on a model. Its output is kept in two files.
 
         Raises: ValueError with the command and the last lines of its output, where there is no score.
@@ -194,7 +194,11 @@ class Program:
             if status := _status(words, out, err):
                 ended = f"ended with status {status}" if status > 0 else f"was ended by signal {-status}"
                 raise ValueError(f"the command {ended}")
-            return {key: at(key, files) for key in self._asked.keys} or last_number(out)
+            found = {key: at(key, files) for key in self._asked.keys} or {"": last_number(out)}
+            if wrong := {name: value for name, value in found.items() if not math.isfinite(value)}:
+                name, value = next(iter(wrong.items()))
+                raise ValueError(f"{f'--score-key {name}' if name else 'its score'} is {value}, must be finite")
+            return found
         except ValueError as error:
             raise ValueError(f"{error}\n{_ending(shlex.join(words), out, err)}") from None
 

@@ -1,0 +1,244 @@
+"""A coefficient chosen by any score of the merged folder: as by brute force, one candidate at a time."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from smat_fn import merge
+from smat_fn.config import TaskArithmetic, Ties, WeightAverage
+from smat_fn.folders import merge_folders, plan, run, search_folders
+from smat_fn.folders.files import Hashing
+
+TA = TaskArithmetic(coef=None)
+GRID = (0.9, 0.1, 0.5, 0.3)
+
+
+@pytest.fixture
+def family_in(family, folders, tmp_path):
+    """(base, experts) as trees and as folders, in float32."""
+    trees = family(torch.float32, count=2)
+    return trees, folders.save_family(tmp_path, *trees)
+
+
+class Scoring:
+    """Minus the distance of the first parameters from a target; notes the folders that it was called with."""
+
+    def __init__(self, folders, target):
+        self.load, self.target, self.calls = folders.load, target, []
+
+    def of(self, tree):
+        return -float((tree["matrix"] - self.target["matrix"]).norm())
+
+    def __call__(self, folder):
+        self.calls.append(folder)
+        assert [own.name for own in folder.parent.iterdir()] == [folder.name], "one candidate at a time"
+        return self.of(self.load(folder))
+
+
+@pytest.mark.parametrize("config", [TA, Ties(keep=0.5, aggregate="sum", scope="global")], ids=["ta", "ties"])
+def test_the_choice_is_that_of_brute_force_and_candidates_have_the_bytes_of_the_merge(
+    config, family_in, folders, tmp_path
+):
+    ((base, experts), places), kept = family_in, {}
+    target = merge.merge_by(replace(config, coef=0.46), base, experts)
+    scoring = Scoring(folders, target)
+
+    def score(folder):
+        kept[folder.name] = {file.name: file.read_bytes() for file in folder.glob("model*")}
+        return scoring(folder)
+
+    out, curve = tmp_path / "out/it", []
+    found = search_folders(config, *places, out, score=score, coefs=GRID, report=curve.append, shard_size=400)
+    brute = {coef: scoring.of(merge.merge_by(replace(config, coef=coef), base, experts)) for coef in sorted(GRID)}
+    assert dict(found.curve) == pytest.approx(brute, rel=1e-5)
+    assert [coef for coef, _ in found.curve] == sorted(GRID)
+    assert found.config == replace(config, coef=max(brute, key=brute.get)) == replace(config, coef=0.5)
+    assert (found.score, found.edge) == (dict(found.curve)[0.5], "")
+    assert [own.name for own in curve] == ["it 0.1", "it 0.3", "it 0.5", "it 0.9"]
+    assert not list(tmp_path.glob("out*")), "neither the model, nor a candidate, nor a file of scores"
+    merge_folders(found.config, *places, out, shard_size=400)
+    assert kept["it-0.5"] == {file.name: file.read_bytes() for file in out.glob("model*")}
+    assert len(kept["it-0.5"]) > 2
+
+
+def test_widening_follows_a_rising_score_and_stops_where_it_falls(family_in, tmp_path):
+    _, places = family_in
+
+    def search(best, grid=(0.3, 0.4), **options):
+        at = []
+
+        def score(folder):
+            at.append(float(folder.name.removeprefix("ta-")))
+            return -abs(at[-1] - best)
+
+        found = search_folders(TA, *places, tmp_path / "ta", score=score, coefs=grid, **options)
+        return found.config.coef, found.edge, at
+
+    assert search(0.7, widen=True) == (0.7, "", [0.3, 0.4, 0.5, 0.6, 0.7, 0.8])
+    assert search(0.08, widen=True) == (0.075, "", [0.3, 0.4, 0.15, 0.075, 0.0375])
+    assert search(0.7) == (0.4, "largest", [0.3, 0.4])
+    coef, edge, at = search(99.0, widen=True)
+    assert (coef, edge, len(at)) == (1.4, "largest", 2 + merge.WIDER)
+    flat = search_folders(TA, *places, tmp_path / "ta", score=lambda folder: 1, coefs=(0.5, 0.4), widen=True)
+    assert (flat.config.coef, flat.edge, len(flat.curve)) == (0.4, "smallest", 2), "the smaller of equal ones"
+
+
+def test_several_scores_count_by_their_mean_and_a_merger_without_a_choice_is_scored_once(family_in, tmp_path):
+    _, places = family_in
+    tables = {"ta-0.2": {"a": 1.0, "b": 5}, "ta-0.4": {"a": 4.0, "b": 1.5}}
+    found = search_folders(TA, *places, tmp_path / "ta", score=lambda own: tables[own.name], coefs=(0.2, 0.4))
+    assert (found.config.coef, found.scores, found.curve) == (0.2, {"a": 1, "b": 5}, ((0.2, 3.0), (0.4, 2.75)))
+    for config in (WeightAverage(), TaskArithmetic(coef=0.7)):
+        calls = []
+        found = search_folders(config, *places, tmp_path / "x", score=lambda own, calls=calls: calls.append(own) or 3)
+        assert (found.config, found.score, found.curve) == (config, 3.0, ())
+        assert [own.name for own in calls] == ["x"]
+    scored = search_folders(Ties(keep=0.5, aggregate="sum", scope="global"), *places, tmp_path / "x", score=len_of)
+    assert [coef for coef, _ in scored.curve] == list(merge.COEFS), "the merger's own grid"
+
+
+def len_of(folder):
+    return len(folder.name)
+
+
+def test_kept_scores_are_of_content_and_options_and_of_the_name_of_the_score(family_in, folders, tmp_path):
+    (_, (base, experts)), calls = family_in, []
+
+    def search(experts=experts, name="norm", config=TA, coefs=(0.2, 0.4), **options):
+        before = len(calls)
+        score = lambda folder: calls.append(folder) or 1 / len(calls)  # noqa: E731
+        search_folders(config, base, experts, tmp_path / "ta", score=score, coefs=coefs, name=name, **options)
+        return len(calls) - before
+
+    assert (search(), search()) == (2, 0)
+    assert search(coefs=(0.2, 0.3, 0.4)) == 1
+    assert search(workers=2, chunk=64) == 0, "what changes no byte"
+    moved = {name: path.rename(tmp_path / f"moved-{name}") for name, path in experts.items()}
+    assert search(moved) == 0, "content, not places"
+    assert search(moved, name="other") == 2
+    assert search(moved, out_dtype="bfloat16") == 2
+    assert search(moved, shard_size=100) == 2
+    assert search(moved, coef={"matrix": 0.7}) == 2
+    assert search(moved, config=Ties(keep=0.5, aggregate="sum", scope="global")) == 2
+    assert search(dict(reversed(moved.items()))) == 2
+    (base / "config.json").write_text("{}")
+    assert search(moved) == 2, "files beside the weights"
+    assert search(moved, name="") == search(moved, name="") == 2, "without a name none is kept"
+    (first, *_), count = moved.values(), len((tmp_path / "candidates.jsonl").read_text().splitlines())
+    tree = folders.load(first)
+    for file in first.iterdir():
+        file.unlink()
+    first.rmdir()
+    folders.save(first, tree | {"vector": tree["vector"] + 1})
+    assert search(moved) == 2, "other weights in the same place"
+    lines = list(map(json.loads, (tmp_path / "candidates.jsonl").read_text().splitlines()))
+    assert len(lines) == count + 2
+    assert {"candidate": "ta 0.2", "score": "norm"}.items() <= lines[0].items()
+    assert lines[0]["scores"] == {"": 1.0}
+
+
+def test_broken_lines_of_kept_scores_are_passed_over(family_in, tmp_path, caplog):
+    _, places = family_in
+    options = {"score": len_of, "coefs": (0.2, 0.4), "name": "n"}
+    search_folders(TA, *places, tmp_path / "ta", **options)
+    file = tmp_path / "candidates.jsonl"
+    first, second = file.read_text().splitlines()
+    file.write_text(f"{first.replace('6.0', 'NaN')}\n[]\n{second}\n{first[:40]}")
+    calls = []
+    search_folders(TA, *places, tmp_path / "ta", **options | {"score": lambda own: calls.append(own.name) or 6})
+    assert calls == ["ta-0.2"]
+    assert "lines [1, 2] are not valid records" in caplog.text
+    search_folders(TA, *places, tmp_path / "ta", **options | {"score": pytest.fail})
+
+
+@pytest.mark.parametrize(
+    ("score", "said"),
+    [
+        (lambda _: math.nan, "^ta 0.2: its score is nan, must be finite$"),
+        (lambda _: {"a": 1, "b": -math.inf}, "^ta 0.2: score 'b' is -inf, must be finite$"),
+        (lambda _: "good", "^ta 0.2: its score is 'good', must be a number$"),
+        (lambda _: None, "^ta 0.2: its score is None, must be a number$"),
+        (lambda _: {}, "^ta 0.2: there is no score: give at least one$"),
+        (lambda folder: int(folder.name), "^ta 0.2: invalid literal for int"),
+    ],
+)
+def test_a_score_that_is_not_a_finite_number_names_the_candidate(score, said, family_in, tmp_path):
+    _, places = family_in
+    with pytest.raises(ValueError, match=said):
+        search_folders(TA, *places, tmp_path / "out/ta", score=score, coefs=(0.2, 0.4), name="n")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, OSError("gone")])
+def test_a_candidate_is_removed_whatever_ends_the_search(error, family_in, tmp_path):
+    _, places = family_in
+
+    def score(folder):
+        (folder.parent / "more").mkdir()
+        raise error
+
+    with pytest.raises(type(error) if isinstance(error, Exception) else error):
+        search_folders(TA, *places, tmp_path / "out/ta", score=score)
+    assert not (tmp_path / "out").exists()
+
+
+def test_left_candidates_are_removed_at_the_start_but_not_those_of_a_search_that_runs(family_in, tmp_path):
+    _, places = family_in
+    for name in ("ta", "ties", "other"):
+        left = tmp_path / f".{name}.smat-candidate/{name}-0.3"
+        left.mkdir(parents=True)
+        (left / "model.safetensors").write_bytes(b"half")
+    (tmp_path / ".ta.smat-candidate.lock").touch()  # of a killed process, which holds it no more
+
+    def during(folder):
+        seen.append(sorted(own.name for own in tmp_path.glob(".*")))
+        with pytest.raises(ValueError, match=r"^another search of .*/ta is running \(it holds .*\): wait for it$"):
+            search_folders(TA, *places, tmp_path / "ta", score=len_of)
+        search_folders(TA, *places, tmp_path / "ties", score=len_of, coefs=(0.1,))
+        assert folder.is_dir()
+        return 1
+
+    seen = []
+    search_folders(TA, *places, tmp_path / "ta", score=during, coefs=(0.3,))
+    assert seen == [[".ta.smat-candidate", ".ta.smat-candidate.lock"]]
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_what_cannot_be_searched_is_an_error_before_any_merge(family_in, tmp_path, monkeypatch):
+    _, places = family_in
+    never = {"score": pytest.fail}
+    for config, options, said in (
+        (TaskArithmetic(coef=0.3), {"coefs": (0.1,)}, r"coefs are \[0.1\], but the coefficient of ta is 0.3,"),
+        (WeightAverage(), {"coefs": (0.1,)}, "but the coefficient of wa is none: leave them out"),
+        (TA, {"coefs": (0.1, math.inf)}, "coefficient inf to search is not finite"),
+        (TA, {"coefs": (0.1, 0.1)}, r"coefficients to search are \[0.1, 0.1\]: name each once"),
+        (TA, {"coef": {"*": 0.3}}, "`coef` has a number for every parameter, so there is nothing to choose"),
+        (TA, {"out_dtype": "int8"}, "out_dtype is 'int8', must be one of"),
+        (len_of, {}, "config is .*, must be the options of a merger"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            search_folders(config, *places, tmp_path / "out/ta", **never, **options)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken/file").touch()
+    with pytest.raises(ValueError, match="taken"):
+        search_folders(TA, *places, tmp_path / "taken", **never)
+    need = plan(TaskArithmetic(coef=1.0), *places, tmp_path / "out/ta").disk
+    free = run.shutil.disk_usage(tmp_path)._replace(free=need - 1)
+    monkeypatch.setattr(run.shutil, "disk_usage", lambda place: free)
+    with pytest.raises(ValueError, match="free space or write elsewhere"):
+        search_folders(TA, *places, tmp_path / "out/ta", **never)
+    assert not (tmp_path / "out").exists()
+
+
+def test_inputs_are_hashed_once_for_all_candidates(family_in, tmp_path, monkeypatch):
+    (_, (base, experts)), seen = family_in, []
+    digest = Hashing._digest
+    monkeypatch.setattr(Hashing, "_digest", lambda self, file: seen.append(Path(file)) or digest(self, file))
+    search_folders(TA, base, experts, tmp_path / "ta", score=len_of, coefs=(0.1, 0.2, 0.3), name="n")
+    inputs = [file for file in seen if "smat-candidate" not in str(file)]
+    assert len(inputs) == len({*inputs})
+    assert {*inputs} == {file for folder in (base, *experts.values()) for file in folder.glob("*.safetensors")}
