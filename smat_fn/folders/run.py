@@ -350,7 +350,7 @@ def _recipe(job: Job, shards: Sequence[Shard], more: str | None) -> dict[str, An
 
 
 def decided(job: Job, shards: Sequence[Shard], more: str | None) -> list[Any]:
-    """What decides the output's bytes beside the input files, as JSON values. Args: more: as of `write_job`."""
+    """Facts that decide the output's bytes, beside the input files, as JSON values. Args: more: as of `write_job`."""
     key = None if job.key is None else job.key.tolist()
     headers = [[shard.file, hashlib.sha256(shard.header).hexdigest()] for shard in shards]
     parts = [__version__, job.config.name, job.config.settings(), job.coefs, key, job.device.type]

@@ -91,7 +91,7 @@ def search_folders(
             Beside this folder it may write files of its own, which are removed too.
         coefs: candidates; default: the merger's own, `Merger.grid`.
         widen: try more as long as the best one is at an edge of those, ten at most (`choose_coef`).
-        name: what tells this score from others. With it, scores are kept in ``candidates.jsonl`` beside ``out``, by the
+        name: text that distinguishes this score from others. With it, scores are kept in ``candidates.jsonl`` beside ``out``, by the
             content of the inputs, all options that decide the bytes, and this name: none is computed twice.
         hashing: as of `merge_folders`.
         report: called with each score.

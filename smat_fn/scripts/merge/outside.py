@@ -54,7 +54,7 @@ class Asked(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What tells this score from others."""
+        """The text that distinguishes this score from others."""
         return " ".join([self.command, *(["--score-key", *self.keys] if self.keys else [])])
 
 

@@ -49,8 +49,8 @@ def foreign_file(found: Mapping[str, Any], file: Path) -> str:
         return f"{file} describes a mixture of experts: run merge.py moe {file}"
     if "genome" in found:
         return (
-            f"{file} is a search of mergekit-evolve (genome), not a merge: write a recipe, or choose a coefficient on "
-            "dev data by merge.py MERGER --run RUN --search"
+            f"{file} is a search of mergekit-evolve (genome), not a merge: write a recipe, or choose a coefficient "
+            "by lm_eval or another program: merge.py MERGER --search --score COMMAND"
         )
     return ""
 
