@@ -13,6 +13,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, TypeAlias, Unpack
 
+import torch
+
 from .. import checkpoint, errors, json_lines
 from ..merge.around.select import choose_coef
 from ..merge.parts.merger import Merger
@@ -91,8 +93,9 @@ def search_folders(
             Beside this folder it may write files of its own, which are removed too.
         coefs: candidates; default: the merger's own, `Merger.grid`.
         widen: try more as long as the best one is at an edge of those, ten at most (`choose_coef`).
-        name: text that distinguishes this score from others. With it, scores are kept in ``candidates.jsonl`` beside ``out``, by the
-            content of the inputs, all options that decide the bytes, and this name: none is computed twice.
+        name: text that distinguishes this score from others. With it, scores are kept in ``candidates.jsonl`` beside
+            ``out``, by the content of the inputs, all options that decide the bytes, and this name: none is computed
+            twice.
         hashing: as of `merge_folders`.
         report: called with each score.
         options: as of `merge_folders`, ``coef`` by glob only; coefficients are for the other parameters.
@@ -191,6 +194,9 @@ def _scored(own: _Ready, score: Score, hashing: Hashing) -> dict[str, float]:
     """Merge a candidate, score it and remove it. Raises: ValueError with its name."""
     try:
         write_job(own.job, own.shards, own.folder, describe=None, hashing=hashing, overwrite=False, more=own.more)
+        own.job.scratch.free()
+        if own.job.device.type == "cuda":
+            torch.cuda.empty_cache()  # for the program that scores
         found = score(own.folder)
         scores = dict(found) if isinstance(found, Mapping) else {"": found}
         errors.raise_problems([] if scores else ["there is no score: give at least one"])

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from smat_fn import merge
+from smat_fn import execution, merge
 from smat_fn.config import TaskArithmetic, Ties, WeightAverage
 from smat_fn.folders import merge_folders, plan, run, search_folders
 from smat_fn.folders.files import Hashing
+from smat_fn.merge.parts.windows import Scratch
 
 TA = TaskArithmetic(coef=None)
 GRID = (0.9, 0.1, 0.5, 0.3)
@@ -232,6 +233,20 @@ def test_what_cannot_be_searched_is_an_error_before_any_merge(family_in, tmp_pat
     with pytest.raises(ValueError, match="free space or write elsewhere"):
         search_folders(TA, *places, tmp_path / "out/ta", **never)
     assert not (tmp_path / "out").exists()
+
+
+def test_memory_of_the_merge_is_free_while_a_candidate_is_scored(family_in, tmp_path, monkeypatch):
+    _, places = family_in
+    made, make = [], Scratch.__init__
+    monkeypatch.setattr(Scratch, "__init__", lambda self: made.append(self) or make(self))
+    monkeypatch.setattr(execution, "loops", lambda: None)  # which take less
+    taken, take = [], Scratch.take
+    monkeypatch.setattr(Scratch, "take", lambda self, *args: taken.append(args) or take(self, *args))
+    held = lambda folder: sum(len(own._held) for own in made)  # noqa: E731
+    config = Ties(keep=0.5, aggregate="sum", scope="global")
+    found = search_folders(config, *places, tmp_path / "ta", score=held, coefs=(0.1, 0.2), chunk=64)
+    assert taken
+    assert found.curve == ((0.1, 0.0), (0.2, 0.0))
 
 
 def test_inputs_are_hashed_once_for_all_candidates(family_in, tmp_path, monkeypatch):

@@ -65,6 +65,10 @@ class Scratch(threading.local):
             held = self._held[key] = torch.empty(count, dtype=dtype, device=device)
         return held[:count]
 
+    def free(self) -> None:
+        """Forget the tensors of this thread."""
+        self._held.clear()
+
     def cast(self, name: str, values: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
         """``values.to(device, dtype)``, a copy in the memory of this name where it is one."""
         if values.dtype == dtype and values.device == device:
