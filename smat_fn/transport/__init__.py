@@ -2,10 +2,10 @@
 
 With ``merge.ta(old, {"new": new, "expert": expert}, coef=1.0)`` the change is added as it is, which helps where the new
 base was trained from the old one. `gradfix` keeps those coordinates of the change that lower the task's loss at the new
-base; `theseus` turns the change into the coordinates of the new base's layers, which may have other widths.
+base; `theseus` rotates the change into the coordinates of the new base's layers, which may have other widths.
 """
 
 from .gradfix import descent_signs, gradfix
-from .theseus import Turns, theseus, turns
+from .theseus import Alignment, alignments, theseus
 
-__all__ = ["Turns", "descent_signs", "gradfix", "theseus", "turns"]
+__all__ = ["Alignment", "alignments", "descent_signs", "gradfix", "theseus"]

@@ -18,10 +18,10 @@ from ..types import Batch, LossFn, Params
 from .changes import changes
 
 Others = Literal["zero", "add"]
-_KEPT = 1e-9  # of the norm of a cross-covariance, over its size, on the diagonal: what no row shows is not turned
+_KEPT = 1e-9  # of the norm of a cross-covariance, over its size, on the diagonal: what no row shows is not rotated
 
 
-class Turns(NamedTuple):
+class Alignment(NamedTuple):
     """Orthogonal maps (old, new) of the axes of a leaf, float64; None: the axis is the same in both bases.
 
     Attributes:
@@ -34,7 +34,13 @@ class Turns(NamedTuple):
 
 
 def theseus(
-    new: Params, old: Params, expert: Params, maps: Mapping[str, Turns], *, coef: float = 1.0, others: Others = "zero"
+    new: Params,
+    old: Params,
+    expert: Params,
+    maps: Mapping[str, Alignment],
+    *,
+    coef: float = 1.0,
+    others: Others = "zero",
 ) -> Params:
     """θ_new + γ T_outᵀ (W − W_old) T_in of linear layers (outputs, inputs), θ_new + γ T_outᵀ (b − b_old) of vectors.
 
@@ -45,7 +51,7 @@ def theseus(
         new: the base that receives the change, any tree of old's names; the widths of its layers may be others.
         old: the base that the expert was trained from.
         expert: θ, a tree of old's names and shapes.
-        maps: T by parameter name: `turns`.
+        maps: T by parameter name: `alignments`.
         coef: γ, finite.
         others: of leaves without maps: "zero", or "add" their change as it is.
 
@@ -66,32 +72,32 @@ def theseus(
         found = maps.get(path)
         if found is None and others == "zero":
             vector[path] = torch.zeros_like(start[path], dtype=change.dtype)
-        elif _moved(change.shape, found or Turns()) == start[path].shape:
-            vector[path] = _turned(change, *(found or Turns()))
+        elif _moved(change.shape, found or Alignment()) == start[path].shape:
+            vector[path] = _rotated(change, *(found or Alignment()))
         else:
-            way = "take others='zero'" if found is None else "make maps of these two bases by `turns`"
+            way = "take others='zero'" if found is None else "make maps of these two bases by `alignments`"
             shapes = f"{tuple(change.shape)} in old and {tuple(start[path].shape)} in new"
             problems.append(f"parameter {path!r} has shape {shapes}, which its maps do not join: {way}")
     raise_problems(problems)
     return tree.unflatten(new, applied(start, vector, coef=coef))
 
 
-def _unknown(maps: Mapping[str, Turns], vector: Mapping[str, Tensor]) -> list[str]:
+def _unknown(maps: Mapping[str, Alignment], vector: Mapping[str, Tensor]) -> list[str]:
     return [repr(path) for path in maps if path not in vector]
 
 
-def _moved(shape: torch.Size, turns: Turns) -> torch.Size | None:
+def _moved(shape: torch.Size, alignment: Alignment) -> torch.Size | None:
     """The shape of a leaf after its maps; None where they do not fit."""
     sizes = list(shape)
-    for axis, turn in enumerate(turns):
-        if turn is not None:
-            if axis >= len(sizes) or len(turn) != sizes[axis]:
+    for axis, own in enumerate(alignment):
+        if own is not None:
+            if axis >= len(sizes) or len(own) != sizes[axis]:
                 return None
-            sizes[axis] = turn.shape[1]
+            sizes[axis] = own.shape[1]
     return torch.Size(sizes)
 
 
-def _turned(change: Tensor, first: Tensor | None, last: Tensor | None) -> Tensor:
+def _rotated(change: Tensor, first: Tensor | None, last: Tensor | None) -> Tensor:
     """``firstᵀ @ change @ last``, in float64."""
     wide = change.double()
     with unrounded(change.device):
@@ -100,14 +106,14 @@ def _turned(change: Tensor, first: Tensor | None, last: Tensor | None) -> Tensor
     return wide.to(change.dtype)
 
 
-def turns(
+def alignments(
     loss_old: LossFn,
     old: Params,
     loss_new: LossFn,
     new: Params,
     batches: Iterable[Batch],
     batches_new: Iterable[Batch] | None = None,
-) -> dict[str, Turns]:
+) -> dict[str, Alignment]:
     """T = argmin ‖X_old T − X_new‖ over orthogonal T, X the inputs and the outputs of every layer on the same rows.
 
     T = U Vᵀ of the singular value decomposition X_oldᵀ X_new = U S Vᵀ. Between layers of equal width what no row shows
@@ -122,13 +128,13 @@ def turns(
         batches_new: the same rows for the new base (default: ``batches``).
 
     Returns:
-        `Turns` by parameter name; layers that see no input are left out.
+        `Alignment` by parameter name; layers that see no input are left out.
 
     Raises:
         ValueError: a loss is not one of a module, the modules have no layer of one name, there are no batches, or the
             bases see different numbers of rows.
 
-    Source: as `theseus`; there what no row shows is turned as the decomposition happens to.
+    Source: as `theseus`; there what no row shows is rotated as the decomposition happens to.
     """
     for label, loss in {"loss_old": loss_old, "loss_new": loss_new}.items():
         if not isinstance(loss, ModuleLoss):
@@ -152,9 +158,9 @@ def turns(
             sums[place] = _product(place[0], seen.get(place, []), parts) + sums.get(place, 0)
     found = {place: _procrustes(total) for place, total in sums.items()}
     return {
-        path: turn
+        path: alignment
         for name, layer in layers.items()
-        for path, turn in _turns_of(name, layer, found.get((name, "in")), found.get((name, "out")))
+        for path, alignment in _alignments_of(name, layer, found.get((name, "in")), found.get((name, "out")))
         if path in new and path in old
     }
 
@@ -218,19 +224,19 @@ def _procrustes(total: Tensor) -> Tensor:
     return left @ right
 
 
-def _turns_of(
+def _alignments_of(
     name: str, layer: nn.Module, inputs: Tensor | None, outputs: Tensor | None
-) -> Iterator[tuple[str, Turns]]:
+) -> Iterator[tuple[str, Alignment]]:
     """The maps of a layer's parameters."""
     for own, leaf in layer.named_parameters(recurse=False):
         path = _path(name, own)
         if outputs is None:
             continue
         if leaf.ndim == 1 and len(leaf) == outputs.shape[1]:
-            yield path, Turns(outputs)
+            yield path, Alignment(outputs)
         elif isinstance(layer, nn.Embedding):
-            yield path, Turns(None, outputs)
+            yield path, Alignment(None, outputs)
         elif leaf.ndim == 2 and inputs is not None and isinstance(layer, nn.Linear):
-            yield path, Turns(outputs, inputs)
+            yield path, Alignment(outputs, inputs)
         elif leaf.ndim == 2 and inputs is not None and type(layer).__name__ == "Conv1D":  # of GPT-2: (inputs, outputs)
-            yield path, Turns(inputs, outputs)
+            yield path, Alignment(inputs, outputs)

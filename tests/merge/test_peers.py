@@ -19,7 +19,7 @@ from smat_fn.config import IsoC, TaskArithmetic, Ties, TsvMerge
 from smat_fn.grad import ModuleLoss
 from smat_fn.merge.adamerging import adamerging
 from smat_fn.merge.reg_mean_plus import reg_mean_plus
-from smat_fn.transport import gradfix, theseus, turns
+from smat_fn.transport import alignments, gradfix, theseus
 
 HERE = Path(__file__).parent
 MADE = SimpleNamespace(**runpy.run_path(str(HERE / "make_peers.py")))
@@ -300,7 +300,7 @@ def test_transport_is_that_of_merge_and_rebase(stored):
     kept = gradfix(new, old, expert, stored("net/e2"))
     assert difference(less(kept, new), stored("gradfix_mr")) <= 4 * documented()["gradfix_mr"]
     loss = ModuleLoss(MADE.Stack(), lambda module, x: (module(x).sum(), None))
-    maps = turns(loss, old, loss, new, [stored("net/rows")["e0"]])
+    maps = alignments(loss, old, loss, new, [stored("net/rows")["e0"]])
     turned = theseus(new, old, expert, maps)
     ambiguous = "embed.weight", "layers.0.0.weight", "layers.0.0.bias"  # activations of 3 dimensions in 4 or 5
     assert difference(less(turned, new), stored("theseus_mr"), *ambiguous) <= 4 * documented()["theseus_mr"]

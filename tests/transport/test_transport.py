@@ -7,7 +7,7 @@ from torch import nn
 from smat_fn import ModuleLoss
 from smat_fn.data.batching import split_rows
 from smat_fn.merge import ta
-from smat_fn.transport import Turns, descent_signs, gradfix, theseus, turns
+from smat_fn.transport import Alignment, alignments, descent_signs, gradfix, theseus
 from smat_fn.types import Micro
 
 GENERATOR = torch.Generator().manual_seed(5)
@@ -128,7 +128,7 @@ def test_theseus_finds_a_permutation(old):
     new, expert, batch = permuted(old, residual, hidden), moved_by(old), tokens()
     loss = ModuleLoss(Net(6, 5), squares)
     assert torch.allclose(loss(old, batch)[0], loss(new, batch)[0])
-    maps = turns(loss, old, loss, new, [batch])
+    maps = alignments(loss, old, loss, new, [batch])
     moved = theseus(new, old, expert, maps, others="add")
     assert close(moved, permuted(expert, residual, hidden))
     assert torch.allclose(loss(moved, batch)[0], loss(expert, batch)[0], rtol=1e-4)
@@ -148,7 +148,7 @@ def test_theseus_turns_linear_layers_by_any_orthogonal_map():
     }  # fmt: skip
     expert, rows = moved_by(old), normal(50, 4)
     mean = lambda module, batch: (module(batch).mean(), {})  # noqa: E731
-    maps = turns(ModuleLoss(first, mean), old, ModuleLoss(second, mean), new, rows.split(20))
+    maps = alignments(ModuleLoss(first, mean), old, ModuleLoss(second, mean), new, rows.split(20))
     assert torch.allclose(maps["1.weight"].last.float(), turn, atol=1e-5)
     moved = theseus(new, old, expert, maps)
     assert torch.allclose(moved["0.weight"], turn.T @ expert["0.weight"], atol=1e-5)
@@ -157,7 +157,7 @@ def test_theseus_turns_linear_layers_by_any_orthogonal_map():
 
 def test_what_no_row_shows_keeps_its_direction(old):
     loss, expert = ModuleLoss(Net(6, 5), squares), moved_by(old)
-    maps = turns(loss, old, loss, old, [{"tokens": torch.tensor([[1, 2]])}])  # two rows, fewer than any width
+    maps = alignments(loss, old, loss, old, [{"tokens": torch.tensor([[1, 2]])}])  # two rows, fewer than any width
     assert close(theseus(old, old, expert, maps, others="add"), expert)
 
 
@@ -165,19 +165,19 @@ def test_padding_is_not_compared(old):
     loss, batch, new = ModuleLoss(Net(6, 5), squares), tokens(6), moved_by(old)
     mask = torch.ones(6, 3, dtype=torch.long)
     mask[:, 2] = 0
-    masked = turns(loss, old, loss, new, [{**batch, "attention_mask": mask}])
-    cut = turns(loss, old, loss, new, [{"tokens": batch["tokens"][:, :2]}])
+    masked = alignments(loss, old, loss, new, [{**batch, "attention_mask": mask}])
+    cut = alignments(loss, old, loss, new, [{"tokens": batch["tokens"][:, :2]}])
     assert masked["up.weight"].first is not None
     pairs = [(a, b) for path in cut for a, b in zip(masked[path], cut[path], strict=True) if a is not None]
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in pairs)
-    assert not torch.allclose(masked["up.weight"].first, turns(loss, old, loss, new, [batch])["up.weight"].first)
+    assert not torch.allclose(masked["up.weight"].first, alignments(loss, old, loss, new, [batch])["up.weight"].first)
 
 
 def test_theseus_moves_to_wider_layers(old):
     wide = Net(9, 12)
     new = {path: normal(*leaf.shape) for path, leaf in leaves(wide).items()}
     batch, expert = tokens(), moved_by(old)
-    maps = turns(ModuleLoss(Net(6, 5), squares), old, ModuleLoss(wide, squares), new, [batch])
+    maps = alignments(ModuleLoss(Net(6, 5), squares), old, ModuleLoss(wide, squares), new, [batch])
     assert maps["up.weight"].first.shape == (5, 12)
     assert maps["up.weight"].last.shape == (6, 9)
     assert torch.allclose(maps["up.weight"].last @ maps["up.weight"].last.mT, torch.eye(6, dtype=torch.float64))
@@ -207,20 +207,22 @@ def test_bad_input_is_refused(old):
     with pytest.raises(ValueError, match="others is 'mean', choose zero or add"):
         theseus(new, old, expert, {}, others="mean")
     with pytest.raises(ValueError, match=r"maps name 'other\.weight', which new lacks"):
-        theseus(new, old, expert, {"other.weight": Turns()})
+        theseus(new, old, expert, {"other.weight": Alignment()})
     with pytest.raises(ValueError, match=r"'up.bias'.*do not join: make maps of these two bases"):
-        theseus(new, old, expert, {"up.bias": Turns(torch.eye(7))})
+        theseus(new, old, expert, {"up.bias": Alignment(torch.eye(7))})
 
 
 def test_bases_that_cannot_be_compared_are_refused(old):
     loss, batch = ModuleLoss(Net(6, 5), squares), tokens(4)
     with pytest.raises(ValueError, match="loss_new is not a loss of a module"):
-        turns(loss, old, losses, old, [batch])
+        alignments(loss, old, losses, old, [batch])
     with pytest.raises(ValueError, match="there are 0 batches for the old base"):
-        turns(loss, old, loss, old, [])
+        alignments(loss, old, loss, old, [])
     with pytest.raises(ValueError, match="there are 1 batches for the old base and 2 for the new one"):
-        turns(loss, old, loss, old, [batch], [batch, batch])
+        alignments(loss, old, loss, old, [batch], [batch, batch])
     with pytest.raises(ValueError, match="layer 'embed' sees 12 rows in the old base and 6 in the new one"):
-        turns(loss, old, loss, old, [batch], [{"tokens": batch["tokens"][:2]}])
+        alignments(loss, old, loss, old, [batch], [{"tokens": batch["tokens"][:2]}])
     with pytest.raises(ValueError, match="no layer of one name"):
-        turns(loss, old, ModuleLoss(nn.Sequential(nn.Linear(3, 2)), squares), {"0.weight": torch.zeros(2, 3)}, [batch])
+        alignments(
+            loss, old, ModuleLoss(nn.Sequential(nn.Linear(3, 2)), squares), {"0.weight": torch.zeros(2, 3)}, [batch]
+        )

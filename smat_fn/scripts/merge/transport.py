@@ -13,7 +13,7 @@ from ...errors import problems_of
 from ...merge import apply_vector, choose, task_vector
 from ...merge.parts.inputs import coef_problems
 from ...suites import Suite, describe_options, load_suite
-from ...transport import descent_signs, gradfix, theseus, turns
+from ...transport import alignments, descent_signs, gradfix, theseus
 from .. import outcome
 from ..cli import with_named
 from .inputs import Inputs, all_inputs, check_weights, load_inputs, manifest_of
@@ -128,7 +128,7 @@ def _mover(
         return lambda coef: gradfix(new.base, old.base, expert, signs, coef=coef), data
     before = without_padding(old, task, batches_of(old, task, asked.split, asked.rows, key))
     after = without_padding(new, task, batches)
-    maps = turns(old.loss_fn(task), old.base, new.loss_fn(task), new.base, before, after)
+    maps = alignments(old.loss_fn(task), old.base, new.loss_fn(task), new.base, before, after)
     return lambda coef: theseus(new.base, old.base, expert, maps, coef=coef), data
 
 

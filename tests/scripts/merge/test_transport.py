@@ -12,7 +12,7 @@ from smat_fn.scripts.merge.statistics import batches_of
 from smat_fn.scripts.merge.suite import common_suite
 from smat_fn.scripts.merge.transport import transport
 from smat_fn.suites import load_suite
-from smat_fn.transport import descent_signs, gradfix, theseus, turns
+from smat_fn.transport import alignments, descent_signs, gradfix, theseus
 
 OTHER = {"pretrain_steps": 12}
 TASKS = "mirror", "negative", "rot90", "stripes"
@@ -66,7 +66,7 @@ def test_theseus_compares_both_bases(runs, suite, new, tmp_path):
     old = load_inputs(*find_inputs(runs["ft"]))
     key = random.fold_in(random.fold_in(random.key(0), "transport"), "rot90")
     batches = batches_of(suite, "rot90", "dev", 16, key)
-    maps = turns(suite.loss_fn("rot90"), suite.base, new.loss_fn("rot90"), new.base, batches)
+    maps = alignments(suite.loss_fn("rot90"), suite.base, new.loss_fn("rot90"), new.base, batches)
     found, manifest = checkpoint.load_leaves(tmp_path / "rot90")
     assert same(found, theseus(new.base, old.base, old.experts["rot90"], maps))
     assert manifest["label"] == "moved"
