@@ -241,7 +241,8 @@ def test_a_loss_that_is_not_finite_is_found_between_lines_and_names_its_rows(sui
 
 
 def test_micro_batches_give_the_same_expert_up_to_rounding(suite):
-    # Adam makes steps of rounding where a gradient is zero on paper: that of the bias of keys is
+    # Adam makes steps of rounding where a gradient is zero on paper: that of the bias of keys is; where it is tiny,
+    # rounding still shows, since transformers computes the softmax in float32
     exact = suite.replace(base={path: leaf.double() for path, leaf in suite.base.items()})
     whole, other = (
         train_expert(exact, "rot90", DIGITS.methods["smat"], replace(SIX, steps=4, accumulate=n), seed=21)
@@ -249,7 +250,7 @@ def test_micro_batches_give_the_same_expert_up_to_rounding(suite):
     )
     assert all(leaf.dtype == torch.float64 for leaf in whole.values())
     assert not same(other, whole)
-    apart = {path for path in whole if not torch.allclose(other[path], whole[path], rtol=0, atol=1e-6)}
+    apart = {path for path in whole if not torch.allclose(other[path], whole[path], rtol=0, atol=1e-5)}
     assert apart <= {path for path in whole if path.endswith("k_proj.bias")}
 
 
