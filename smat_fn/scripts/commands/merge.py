@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, 
 from tyro.conf import arg, subcommand
 
 from smat_fn.config import (
+    DIFFERENCES,
     MERGERS,
     MORE_MERGERS,
     PRESETS,
@@ -38,11 +39,13 @@ from smat_fn.config import (
     resolve,
     with_semantics,
 )
+from smat_fn.errors import raise_problems
 from smat_fn.progress import say
 from smat_fn.scripts import cli, outcome
 from smat_fn.scripts.cli import NONE
 from smat_fn.scripts.merge.commands import COMMANDS, by_density, by_file, by_glob
 from smat_fn.scripts.merge.foreign_words import without_foreign
+from smat_fn.scripts.merge.searched import over_of, with_searched
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,11 @@ class Choices:
     """The coefficients that --search tries."""
     widen: bool = False
     """Extend the grid, by ten values at most, while the best coefficient is its smallest or largest."""
+    search_over: Annotated[
+        tuple[str, ...], arg(metavar="NAME=VALUE,VALUE ...", help_behavior_hint="(default: none)")
+    ] = ()
+    """Options of the merger that --search chooses too, with the values to try, e.g. ratio=0.2,0.4,0.6 least=1,2. Each
+    combination gets its own coefficient; the best dev score decides."""
     per_layer: int = 0
     """With --search: number of sweeps over the blocks, each of which gets the coefficient with the best dev score."""
     snapshots: bool = False
@@ -234,6 +242,7 @@ def main(args: Merge) -> None:
         preset_of(args.choice.preset)
     _check_inputs(args)
     _check_score(args)
+    _check_over(args)
     import torch
 
     from smat_fn.merge import CALIBRATION_COEFS
@@ -361,6 +370,31 @@ def _check_grid(choice: Choices, configs: Sequence[MergerConfig], merger: Any) -
             raise ValueError(f"{options} a coefficient, here it is given: {', '.join(without)}")
 
 
+def _check_over(args: Merge) -> None:
+    """Raises: ValueError for --search-over without a search, of several mergers, and beside what it cannot be with."""
+    choice, merger = args.choice, args.merger
+    if not choice.search_over:
+        return
+    if isinstance(merger, All):
+        raise ValueError("--search-over tries the options of one merger: name it in place of all")
+    names, problems = list(over_of(type(merger), choice.search_over)), list[str]()
+    if not choice.search:
+        problems.append("--search-over requires --search")
+    if choice.calibrate:
+        problems.append("--calibrate and --search-over both choose options: leave one out")
+    if choice.snapshots:
+        problems.append("--search-over is not available with --snapshots: search one, as --run RUN/snapshots/NUMBER")
+    if choice.per_layer:
+        problems.append("--search-over is not available with --per-layer: search first, then give the chosen options")
+    wanted = DIFFERENCES[choice.semantics].get(merger.name, {})
+    problems += [
+        f"--semantics {choice.semantics} and --search-over both set {name} of {merger.name}: leave one out"
+        for name in names
+        if not isinstance(wanted, str) and name in wanted  # a text: the merger has no such semantics
+    ]
+    raise_problems(problems)
+
+
 def mergers(args: Merge, preset: Preset) -> list[MergerConfig]:
     """The chosen mergers with the settings of the preset, in the definition that --semantics names."""
     return [resolve(config, preset.mergers) for config in _chosen(args)]
@@ -381,7 +415,7 @@ def assumed_note(args: Merge, preset: Preset) -> str:
     said = []
     for config in _chosen(args):
         own, other = (vars(resolve(config, given.mergers)) for given in (preset, preset_of("lm")))
-        chosen = ("keep", "drop_prob") if args.choice.calibrate else ()
+        chosen = ("keep", "drop_prob") if args.choice.calibrate else over_of(type(config), args.choice.search_over)
         unlike = {name: value for name, value in own.items() if value != other[name] and name not in chosen}
         said += [f"{name} of {config.name} is {value:g} (lm: {other[name]:g})" for name, value in unlike.items()]
     return f"no expert names a preset, so settings are of digits: {', '.join(said)}" if said else ""
@@ -412,6 +446,7 @@ def in_memory(
         implied={"name": preset.suite, **preset.options} if args.choice.preset else {},
         coefs=args.choice.grid,
         widen=args.choice.widen,
+        over=over_of(type(configs[0]), args.choice.search_over),
         sweeps=args.choice.per_layer,
         snapshots=find_snapshots(args.inputs.run, experts) if args.choice.snapshots and args.inputs.run else {},
         lines=args.choice.lines,
@@ -479,6 +514,6 @@ def command(script: str, launch: Sequence[str]) -> None:
     more |= {name: COMMANDS[name][1].__doc__ or "" for name in BY_DATA}
     cli.run(
         script, main, Merge, description=__doc__, commands=COMMANDS, names=NAMES, elsewhere=OF_MERGEKIT,
-        prepare=lambda words: by_glob(by_density(by_file(without_foreign(words)))),
+        prepare=lambda words: with_searched(by_glob(by_density(by_file(without_foreign(words))))),
         shown=shown, first=FIRST, brief=(Brief, more),
     )  # fmt: skip

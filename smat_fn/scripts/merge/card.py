@@ -270,6 +270,7 @@ def _search(manifest: Mapping[str, Any]) -> list[str]:
     if found := manifest.get("calibration"):
         tried = _points(found["curve"])
         lines.append(f"{found['field']} was chosen on dev at coefficient {found['coef']} (mean over tasks): {tried}.")
+    lines += _combinations(manifest)
     if manifest["dev_curve"]:
         edge = f" The chosen one is the {found} tried." if (found := manifest.get("dev_edge")) else ""
         lines.append(f"The coefficient was chosen on dev (mean over tasks): {_points(manifest['dev_curve'])}.{edge}")
@@ -318,6 +319,24 @@ def _outside(manifest: Mapping[str, Any]) -> list[str]:
         tried = _points(curve, "{}: {:.6g}")
         lines += ["", f"The coefficient was chosen by this score, which is therefore optimistic: {tried}.{chosen}"]
     return lines
+
+
+def _combinations(manifest: Mapping[str, Any]) -> list[str]:
+    """A sentence on the options that a search tried, and a table of all their combinations; empty without them."""
+    if not (tried := manifest.get("dev_options")):
+        return []
+    names, searched = list(tried[0]["options"]), any(own["curve"] for own in tried)
+    how = ", each combination at its best coefficient" if searched else ""
+    edges = [f"{name} ({edge})" for name, edge in manifest["dev_option_edges"].items()]
+    more = f" At an edge of the values tried: {', '.join(edges)}." if edges else ""
+    table = ["| " + " | ".join([*names, "dev score", *(["by coefficient"] if searched else [])]) + " |"]
+    table.append("|" + "---|" * len(names) + "---:|" + "---|" * searched)
+    for own in tried:
+        points = [_points(own["curve"])] if searched else []
+        cells = [*map(str, own["options"].values()), f"{own['dev']:.2f}", *points]
+        table.append(f"| {' | '.join(cells)} |")
+    verb = "was" if len(names) == 1 else "were"
+    return [f"{', '.join(names)} {verb} chosen on dev (mean over tasks){how}.{more}", "\n".join(table)]
 
 
 def _points(points: Iterable[Any], form: str = "{}: {:.2f}") -> str:

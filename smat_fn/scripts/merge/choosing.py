@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from statistics import fmean
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from ...folders.prepare import buffers_note
 from ...merge.parts.inputs import Leaves
 from ...types import Params
 from .inputs import Inputs, like_base, mask_key, read_statistics
+from .searched import Over, combinations, text_of
 
 T = TypeVar("T")
 Known: TypeAlias = dict[tuple[MergerConfig, "Decode"], float]  # scores of this search
@@ -45,6 +47,15 @@ class Calibration(NamedTuple):
     tried: Tried
 
 
+class Tuned(NamedTuple):
+    """One combination of the options that a search tries, with its best coefficient."""
+
+    options: dict[str, Any]
+    coef: float | None  # None for a merger without one
+    score: float  # mean dev score, over the decodes too where answers are sampled
+    curve: Curve  # of coefficients, empty where none is searched
+
+
 class Merged(NamedTuple):
     """A merged model and how its coefficient was found."""
 
@@ -60,6 +71,20 @@ class Merged(NamedTuple):
     snapshot: int = 0  # its number, where one was chosen
     layers: merge.Layered | None = None  # coefficients by block, where they were chosen
     edge: str = ""  # "smallest" or "largest", where the coefficient is at the edge of those tried
+    tuned: tuple[Tuned, ...] = ()  # every combination of options, where a search tries them too
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The chosen values of the options that the search tried: the first of equal ones."""
+        return merge.choose(self.tuned, lambda own: own.score).best.options if self.tuned else {}
+
+    @property
+    def option_edges(self) -> dict[str, str]:
+        """The options whose chosen number is the "smallest" or the "largest" of those tried."""
+        tried = {name: {own.options[name] for own in self.tuned} for name in self.options}
+        numbers = {name: value for name, value in self.options.items() if type(value) in (int, float)}
+        edges = {name: merge.grid_edge(value, sorted(tried[name])) for name, value in numbers.items()}
+        return {name: edge for name, edge in edges.items() if edge}
 
 
 class Reranked(NamedTuple, Generic[T]):
@@ -69,6 +94,14 @@ class Reranked(NamedTuple, Generic[T]):
     scores: dict[str, float]  # of the best, by task, means over its decodes
     curve: tuple[tuple[T, float], ...]  # mean over tasks of one decode, every candidate
     finals: tuple[tuple[T, float], ...]  # mean over tasks of the means over decodes, the best candidates
+
+
+class Searched(NamedTuple):
+    """The search of a coefficient at fixed options."""
+
+    found: Reranked[MergerConfig]
+    tried: Tried
+    edge: str  # as that of `Merged`
 
 
 class Models:
@@ -248,14 +281,18 @@ def merge_one(
     widen: bool = False,
     calibration: float | None = None,
     sweeps: int = 0,
+    over: Over = MappingProxyType({}),
+    report: Callable[[str], None] = lambda line: None,
 ) -> Merged:
     """One merged model; with a scorer, a coefficient that is left open is searched on its dev split.
 
     Candidates are ``coefs``, or the merger's grid; with ``widen`` more follow as long as the best one is the smallest
     or the largest, ten at most. The score of a candidate is the mean dev score over the experts' tasks; ties go to the
     smaller coefficient. Where the suite samples answers, the two best of one decode are decoded as often as its score
-    wants (`rerank`). With ``sweeps``, every block then gets a coefficient of its own (`merge.select_coefs`). With
-    ``calibration``, a coefficient, the sparsity is chosen first (`calibrate`).
+    wants (`rerank`). With ``over``, values by option, there is such a search for every combination of them, in their
+    order; the best score decides, ties go to the earlier one, and ``report`` is called with a line for each. With
+    ``sweeps``, every block then gets a coefficient of its own (`merge.select_coefs`). With ``calibration``, a
+    coefficient, the sparsity is chosen first (`calibrate`).
     """
     calibrated = None
     if calibration is not None:
@@ -266,17 +303,15 @@ def merge_one(
     if scorer is None:
         assert fixed, "merge_run checks this"
         return Merged(models(config), getattr(config, "coef", None), {}, ())
-    if fixed:
-        found, tried = _rank([config], models, scorer)
-        coef = getattr(config, "coef", None)
-        return Merged(models.home(models(config)), coef, found.scores, (), (), tried, calibrated)
-    found, tried, edge = _search(config, sorted(coefs or config.grid), models, scorer, widen=widen)
-    finals = _curve(found.finals, "coef") if scorer.suite.repeats else ()
-    curve, coef = _curve(found.curve, "coef"), getattr(found.best, "coef", None)
-    made = Merged(None, coef, found.scores, curve, finals, tried, calibrated, edge=edge)
-    if not sweeps or coef is None:
-        return made._replace(params=models.home(models(found.best)))
-    return _by_layer(made, found.best, models, scorer, [c for c, _ in curve], sweeps)
+    grid = [] if fixed else sorted(coefs or config.grid)
+    (found, tried, edge), tuned = _search_over(config, over, grid, models, scorer, widen=widen, report=report)
+    finals = _curve(found.finals, "coef") if scorer.suite.repeats and not fixed else ()
+    curve, coef = () if fixed else _curve(found.curve, "coef"), getattr(found.best, "coef", None)
+    made = Merged(None, coef, found.scores, curve, finals, tried, calibrated, edge=edge, tuned=tuned)
+    if sweeps and not fixed:
+        return _by_layer(made, found.best, models, scorer, [c for c, _ in curve], sweeps)
+    params = models.home(models(found.best))
+    return made._replace(params=params, tried=tried._replace(seconds_merging=models.seconds))
 
 
 def _by_layer(
@@ -338,10 +373,39 @@ def widened(base: Leaves, experts: Mapping[str, Leaves]) -> Mapping[str, Leaves]
     }
 
 
-def _search(
-    config: MergerConfig, grid: Sequence[float], models: Models, scorer: Scorer, *, widen: bool
-) -> tuple[Reranked[MergerConfig], Tried, str]:
-    """The merger with the best coefficient, the cost, and which edge of the grid that coefficient is at, if any."""
+def _search_over(
+    config: MergerConfig,
+    over: Over,
+    grid: Sequence[float],
+    models: Models,
+    scorer: Scorer,
+    *,
+    widen: bool,
+    report: Callable[[str], None],
+) -> tuple[Searched, tuple[Tuned, ...]]:
+    """The search at the best combination of options with the cost of all searches, and the outcome of each of them."""
+    searches, tuned, every = list[Searched](), list[Tuned](), combinations(over)
+    each = max(1, len(grid)) * len(models.tasks)
+    scorer.expect(each * (len(every) - 1))
+    for place, options in enumerate(every):
+        if place:
+            scorer.expect(-each)  # `_rank` adds those that it computes
+        found, _, edge = own = _search(_with(config, **options), grid, models, scorer, widen=widen)
+        coef, score = getattr(found.best, "coef", None), fmean(found.scores.values())
+        searches.append(own)
+        tuned.append(Tuned(options, coef, score, _curve(found.curve, "coef") if grid else ()))
+        if over:
+            chosen = f" coef {coef:g}{f' ({edge} of those tried)' if edge else ''}," if grid else ""
+            report(f"{text_of(options)}:{chosen} dev {score:.2f}")
+    best = merge.choose(range(len(every)), lambda place: tuned[place].score).best
+    cost = total(*(own.tried for own in searches))
+    return searches[best]._replace(tried=cost), tuple(tuned) if over else ()
+
+
+def _search(config: MergerConfig, grid: Sequence[float], models: Models, scorer: Scorer, *, widen: bool) -> Searched:
+    """The merger with the best coefficient of a grid; as it is, and scored, where the grid is empty."""
+    if not grid:
+        return Searched(*_rank([config], models, scorer), "")
     known: Known = {}
     costs, most = list[Tried](), len(grid) + merge.WIDER
     while True:
@@ -349,7 +413,7 @@ def _search(
         costs.append(tried)
         edge = merge.grid_edge(getattr(found.best, "coef", 0.0), grid)
         if not (widen and edge and len(grid) < most and _rises(found, edge)):
-            return found, total(*costs), edge
+            return Searched(found, total(*costs), edge)
         grid = sorted([*grid, merge.next_coef(grid, edge)])
 
 
@@ -403,7 +467,6 @@ def _rank(
         return [models.attempt(partial(once, task, "dev", r)) for task, r in decodes]
 
     found = rerank(candidates, score, tasks=tasks, repeats=repeats)
-    models(found.best)
     scores, kept, seconds, saved = (now - then for now, then in zip(scorer.cost, before, strict=True))
     return found, Tried(fresh, int(scores), int(kept), models.seconds - merging, seconds, saved)
 

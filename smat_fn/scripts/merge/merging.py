@@ -22,9 +22,10 @@ from .. import outcome
 from ..recipes.own import written
 from ..recipes.places import sources_text
 from .card import CARD, card, licenses_of
-from .choosing import Merged, about, fingerprints, is_open, merge_one, sparsities, total, with_buffers
+from .choosing import Merged, Tuned, about, fingerprints, is_open, merge_one, sparsities, total, with_buffers
 from .finished import differences, is_merged, other_order, verify
-from .inputs import Inputs, depth_problems, facts_of, load_inputs, missing_of, read_statistics
+from .inputs import Inputs, by_name, depth_problems, facts_of, load_inputs, missing_of, read_statistics
+from .searched import FLAG, Over, combined, text_of
 from .snapshots import choose_snapshot
 from .suite import common_suite, made_problems, of_base
 
@@ -48,6 +49,7 @@ def merge_run(
     implied: Mapping[str, Any] = MappingProxyType({}),
     coefs: Sequence[float] = (),
     widen: bool = False,
+    over: Over = MappingProxyType({}),
     snapshots: Mapping[int, Sequence[Path]] = MappingProxyType({}),
     sweeps: int = 0,
     lines: tuple[float, float] | None = None,
@@ -71,11 +73,13 @@ def merge_run(
         implied: name and options of the suite of experts that name none; its model is then base.
         coefs: that a search tries (default: the merger's own, `Merger.grid`).
         widen: try more as long as the best one is at an edge of those, ten at most.
+        over: with a search by one merger, values to try by option; every combination is searched (`merge_one`), and
+            ``configs`` may hold any values of these options.
         snapshots: with a search, folders of the same experts by number, ``experts`` the last (`find_snapshots`): the
             number is chosen on dev too, by each merger, and is in its manifest.
         sweeps: over the blocks, after a search, to choose a coefficient for each (`merge.select_coefs`); 0: none.
         lines: factors of coefficients by depth, at the first and at the last block (LiNeS).
-        report: called with each line of `summary` as soon as its model is done.
+        report: called with a line for each combination of ``over``, and those of `summary`, as soon as they are known.
     Returns: merged models by folder.
     Raises: ValueError that lists all problems of inputs, options and outputs before any merging.
     """
@@ -91,7 +95,8 @@ def merge_run(
         scorer = None if suite is None else Scorer(suite, Records(out), about=about(inputs), bar=bar)
         for config in configs:
             if (folder := out / config.name) not in kept:
-                kept[folder] = _merged(config, asked, inputs, scorer, note=note, facts=facts[config.name])
+                own = facts[config.name]
+                kept[folder] = _merged(config, asked, inputs, scorer, note=note, facts=own, report=report)
             for line in summary({folder: kept[folder]}):
                 report(line)
     return {out / config.name: kept[out / config.name] for config in configs}
@@ -112,13 +117,16 @@ class Request(NamedTuple):
     implied: Mapping[str, Any]
     coefs: Sequence[float]
     widen: bool
+    over: Over
     snapshots: Mapping[int, Sequence[Path]]
     sweeps: int
     lines: tuple[float, float] | None
 
     def of(self, config: MergerConfig) -> dict[str, Any]:
         """The request for one merger, as its manifest has it."""
-        own: dict[str, Any] = {"settings": settings(config), "calibration": self.calibration.get(config.name)}
+        given = {name: value for name, value in settings(config).items() if name not in self.over}
+        own: dict[str, Any] = {"settings": given, "calibration": self.calibration.get(config.name)}
+        own |= {"over": {name: list(values) for name, values in self.over.items()}} if self.over else {}
         tried = self.coefs or (config.grid if self.search and config.grid != merge.COEFS else ())
         own |= {"coefs": sorted(tried)} if tried else {}
         own |= {"sweeps": self.sweeps} if self.sweeps else {}
@@ -135,6 +143,8 @@ def _checked(asked: Request) -> tuple[Inputs, Suite | None, dict[str, dict[str, 
     base, experts, configs, lines = asked.base, asked.experts, asked.configs, asked.lines
     problems, sources, names = list[str](), dict[str, Any](), [str(place) for place in range(max(1, len(experts)))]
     early = _early_problems([asked.out / c.name for c in configs], asked.coefs, overwrite=asked.overwrite)
+    if asked.over and (wrong := _over_problems(asked)):
+        errors.raise_problems([*early, *wrong])
     with errors.collected(problems):
         implied = of_base(asked.implied, base)
         named = {**implied, **asked.options}.get("name")
@@ -146,7 +156,8 @@ def _checked(asked: Request) -> tuple[Inputs, Suite | None, dict[str, dict[str, 
             others = [name for name, manifest in inputs.manifests.items() if not manifest]
             errors.raise_problems(made_problems(suite, others, "dev"))
         sources = sources_of(base, experts, inputs, asked.seed, suite)
-    problems = [*early, *_option_problems(configs, names, asked.search, asked.calibration), *problems]
+    wrong = [] if asked.over else _option_problems(configs, names, asked.search, asked.calibration)
+    problems = [*early, *wrong, *problems]
     if lines is not None:
         problems += depth_problems(configs, lines)
         problems += problems_of(lambda: merge.lines_coefs(inputs.base, low=0.0, high=1.0)) if sources else []
@@ -155,10 +166,13 @@ def _checked(asked: Request) -> tuple[Inputs, Suite | None, dict[str, dict[str, 
     facts = dict[str, dict[str, Any]]()
     for config in configs:
         own = asked.of(config)
-        if sources and config.statistics() is not None:
-            with errors.collected(problems):
-                own["statistics"] = fingerprints(read_statistics(config, inputs) or {})
-                errors.raise_problems(missing_of(config, asked.snapshots))
+        kinds = {one.statistics(): one for one in combined(config, asked.over)} if sources else {}
+        for kind, one in kinds.items():
+            if kind is not None:
+                with errors.collected(problems):
+                    found = fingerprints(read_statistics(one, inputs) or {})
+                    own["statistics"] = found if len(kinds) == 1 else {**own.get("statistics", {}), kind: found}
+                    errors.raise_problems(missing_of(one, asked.snapshots))
         facts[config.name] = {"merger": config.name, "asked": own, **sources}
     kept = {} if asked.overwrite or early else _finished(asked.out, facts, problems)
     errors.raise_problems(list(dict.fromkeys(problems)))
@@ -166,12 +180,19 @@ def _checked(asked: Request) -> tuple[Inputs, Suite | None, dict[str, dict[str, 
 
 
 def _merged(
-    config: MergerConfig, asked: Request, inputs: Inputs, scorer: Scorer | None, *, note: str, facts: dict[str, Any]
+    config: MergerConfig,
+    asked: Request,
+    inputs: Inputs,
+    scorer: Scorer | None,
+    *,
+    note: str,
+    facts: dict[str, Any],
+    report: Callable[[str], None],
 ) -> Merged:
     """The model of one merger, in its folder. Args: note: on all experts; facts: of its manifest."""
     merge_at = partial(
         merge_one, config, seed=asked.seed, coefs=asked.coefs, widen=asked.widen,
-        calibration=asked.calibration.get(config.name), sweeps=asked.sweeps,
+        calibration=asked.calibration.get(config.name), sweeps=asked.sweeps, over=asked.over, report=report,
     )  # fmt: skip
     if asked.snapshots:
         assert scorer is not None
@@ -183,7 +204,7 @@ def _merged(
         facts |= sources_of(asked.base, folders, inputs, asked.seed, scorer.suite) | {"snapshot": chosen}
     else:
         model = merge_at(inputs, scorer=scorer)
-    notes = [*inputs.notes, *notes_of(config, inputs), note if config.based else "", tied(model)]
+    notes = [*inputs.notes, *notes_of(config, inputs), note if config.based else "", *tied(model)]
     model = model._replace(notes=tuple(filter(None, [*notes, shares_note(model.dev.values())])))
     _write(asked.out / config.name, config, model, asked.base, inputs, overwrite=asked.overwrite, facts=facts)
     return model
@@ -231,25 +252,34 @@ def _prints(snapshots: Mapping[int, Sequence[Path]]) -> dict[str, list[str]]:
 def summary(merged: Mapping[Path, Merged]) -> Iterable[str]:
     """A line for each merged model: its folder, its coefficient and its mean dev score."""
     for folder, model in merged.items():
-        coef = "" if model.coef is None else f", coef {model.coef:g}"
+        edges = {name: f" ({edge} of those tried)" for name, edge in model.option_edges.items()}
+        chosen = "".join(f", {name} {value}{edges.get(name, '')}" for name, value in model.options.items())
+        coef = "" if model.coef is None or "coef" in model.options else f", coef {model.coef:g}"
         coef += f" ({model.edge} of those tried: --widen or --grid tries more)" if model.edge else ""
         coef += ", then by block" if model.layers else ""
         coef += f", snapshot {model.snapshot}" if model.snapshot else ""
         score = f", dev {fmean(model.dev.values()):.2f}" if model.dev else ""
-        yield f"{'kept' if model.kept else 'merged'}: {folder}{coef}{score}"
-        outcome.add("merged", {"folder": folder, "coef": model.coef, "dev": dict(model.dev), "kept": model.kept})
+        yield f"{'kept' if model.kept else 'merged'}: {folder}{chosen}{coef}{score}"
+        facts = {"folder": folder, "coef": model.coef, "dev": dict(model.dev), "kept": model.kept}
+        outcome.add("merged", facts | ({"options": model.options} if model.tuned else {}))
         yield from (f"note: {note}" for note in model.notes)
 
 
-def tied(model: Merged) -> str:
-    """A note where every coefficient of a search has one dev score; an empty text where they differ."""
-    scores = sorted(score for _, score in model.curve)
-    if len(scores) < 2 or merge.exceeds(scores[-1], scores[0]):
-        return ""
-    return (
-        f"all {len(model.curve)} coefficients have the same dev score, {model.curve[0][1]:.2f}: {model.coef:g} is only "
-        "the smallest; give more dev rows, another metric, or --coef"
-    )
+def tied(model: Merged) -> list[str]:
+    """Notes where all coefficients of a search have one dev score, and where all combinations of options have."""
+    notes, way = list[str](), "give more dev rows, another metric"
+    if _equal([score for _, score in model.curve]):
+        same = f"all {len(model.curve)} coefficients have the same dev score, {model.curve[0][1]:.2f}"
+        notes.append(f"{same}: {model.coef:g} is only the smallest; {way}, or --coef")
+    if _equal([own.score for own in model.tuned]):
+        same = f"all {len(model.tuned)} combinations of options have the same dev score, {model.tuned[0].score:.2f}"
+        notes.append(f"{same}: {text_of(model.options)} is only the first; {way}, or other values")
+    return notes
+
+
+def _equal(scores: Sequence[float]) -> bool:
+    """Whether there are several scores and none exceeds another."""
+    return len(scores) > 1 and not merge.exceeds(max(scores), min(scores))
 
 
 def _early_problems(folders: Sequence[Path], coefs: Sequence[float], *, overwrite: bool) -> list[str]:
@@ -277,6 +307,18 @@ def _option_problems(
     return problems
 
 
+def _over_problems(asked: Request) -> list[str]:
+    """Errors for combinations of options that a search cannot try; no weights are read."""
+    problems = list[str]()
+    with errors.collected(problems):
+        names = [name for name, *_ in by_name(asked.base, asked.experts, None)[0]]
+        for one in (one for config in asked.configs for one in combined(config, asked.over)):
+            coef = 0.0 if is_open(one) else None
+            found = problems_of(merge.check_options, one, names, key=random.key(0), coef=coef)
+            problems += [f"{FLAG}: {text}" for text in found]
+    return list(dict.fromkeys(problems))
+
+
 def _finished(out: Path, facts: Mapping[str, Mapping[str, Any]], problems: list[str]) -> dict[Path, Merged]:
     """Merged models of these facts that are there. Adds a problem for every folder that holds something else."""
     kept = {}
@@ -300,9 +342,14 @@ def _finished(out: Path, facts: Mapping[str, Mapping[str, Any]], problems: list[
             at = manifest.get("snapshot", {}).get("index", 0)
             blocks = tuple((block, tried, score) for block, tried, score in manifest.get("dev_blocks", ()))
             layers = merge.Layered({}, fmean(dev.values()), blocks) if blocks else None  # the folder has the coefs
-            kept[folder] = Merged(
-                params, coef, dev, curve, finals, kept=True, notes=notes, edge=edge, snapshot=at, layers=layers
+            tuned = tuple(
+                Tuned(own["options"], own["coef"], own["dev"], tuple((x, y) for x, y in own["curve"]))
+                for own in manifest.get("dev_options", ())
             )
+            kept[folder] = Merged(
+                params, coef, dev, curve, finals, kept=True, notes=notes, edge=edge, snapshot=at, layers=layers,
+                tuned=tuned,
+            )  # fmt: skip
         else:
             problems += [f"{folder} holds another merge: {other}" for other in others[:1]]
             problems += problems_of(checkpoint.refuse_existing, folder, overwrite=False)
@@ -347,7 +394,7 @@ def _write(
     Raises: ValueError for values that are not finite: squares of the experts' may exceed their dtype.
     """
     tree.check_finite(tree.flatten(merged.params), f"the model merged by {config.name}")
-    config = merged.calibration.config if merged.calibration else config
+    config = replace(merged.calibration.config if merged.calibration else config, **merged.options)
     facts = {
         **facts,
         "hyperparameters": {
@@ -361,6 +408,7 @@ def _write(
         **({"dev_finals": [list(point) for point in merged.finals]} if merged.finals else {}),
         **({"dev_blocks": [list(point) for point in merged.layers.curve]} if merged.layers else {}),
         **({"dev_edge": merged.edge} if merged.edge else {}),
+        **_tuned(merged),
         **({"notes": list(merged.notes)} if merged.notes else {}),
         **licenses_of(base, inputs.places),
     }
@@ -378,6 +426,15 @@ def _write(
     if inputs.lines is None:  # LiNeS on disk multiplies coefficients, here vectors: the last bits differ
         files[checkpoint.RECIPE] = _recipe(config, merged, base, inputs, facts["merge_seed"])
     checkpoint.save_expert(folder, merged.params, manifest, overwrite=overwrite, files=files)
+
+
+def _tuned(merged: Merged) -> dict[str, Any]:
+    """Fields of a manifest on the options that a search tried: every combination, and numbers at an edge."""
+    every = [
+        {"options": own.options, "coef": own.coef, "dev": own.score, "curve": [list(point) for point in own.curve]}
+        for own in merged.tuned
+    ]
+    return {"dev_options": every, "dev_option_edges": merged.option_edges} if every else {}
 
 
 def _recipe(config: MergerConfig, merged: Merged, base: Path, inputs: Inputs, seed: int) -> str:
