@@ -16,6 +16,7 @@ from ...config import MergerConfig, Ties, settings
 from ...evaluate import Scorer
 from ...folders.prepare import buffers_note
 from ...merge.parts.inputs import Leaves
+from ...merge.parts.masked import Masked
 from ...types import Params
 from .inputs import Inputs, like_base, mask_key, read_statistics
 from .searched import Over, combinations, text_of
@@ -287,12 +288,12 @@ def merge_one(
     """One merged model; with a scorer, a coefficient that is left open is searched on its dev split.
 
     Candidates are ``coefs``, or the merger's grid; with ``widen`` more follow as long as the best one is the smallest
-    or the largest, ten at most. The score of a candidate is the mean dev score over the experts' tasks; ties go to the
-    smaller coefficient. Where the suite samples answers, the two best of one decode are decoded as often as its score
-    wants (`rerank`). With ``over``, values by option, there is such a search for every combination of them, in their
-    order; the best score decides, ties go to the earlier one, and ``report`` is called with a line for each. With
-    ``sweeps``, every block then gets a coefficient of its own (`merge.select_coefs`). With ``calibration``, a
-    coefficient, the sparsity is chosen first (`calibrate`).
+    or the largest, ten at most. The score of a candidate is the mean dev score over the experts' tasks, of a model for
+    one task (`Masked`) that task's; ties go to the smaller coefficient. Where the suite samples answers, the two best
+    of one decode are decoded as often as its score wants (`rerank`). With ``over``, values by option, there is such a
+    search for every combination of them, in their order; the best score decides, ties go to the earlier one, and
+    ``report`` is called with a line for each. With ``sweeps``, every block then gets a coefficient of its own
+    (`merge.select_coefs`). With ``calibration``, a coefficient, the sparsity is chosen first (`calibrate`).
     """
     calibrated = None
     if calibration is not None:
@@ -300,6 +301,8 @@ def merge_one(
         calibrated = calibrate(config, inputs, scorer, coef=calibration, seed=seed)
         config = calibrated.config
     models, fixed = Models(inputs, seed, _place(config, inputs, scorer)), not is_open(config)
+    if isinstance(config, Masked) and config.task is not None:
+        models.tasks = [config.task]
     if scorer is None:
         assert fixed, "merge_run checks this"
         return Merged(models(config), getattr(config, "coef", None), {}, ())
