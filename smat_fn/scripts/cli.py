@@ -329,7 +329,7 @@ def run(
         if problem := mistyped(words, [*commands, *names], elsewhere, names):
             raise ValueError(f"{problem} ({script} --help lists all)")
     except ValueError as error:
-        print(f"{script}: {named(str(error), script)}", file=sys.stderr)
+        print(f"{script}:{named(in_lines(error), script)}", file=sys.stderr)
         sys.exit(2)  # as tyro's errors
     if words and words[0] in commands:
         prog = f"{script} {words[0]}"

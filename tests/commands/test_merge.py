@@ -103,6 +103,7 @@ IN_MEMORY = [
     ({"calibrate": True, "search": False}, {"calibration": merge.CALIBRATION_COEFS["vision"], "search": False}),
     ({"grid": (0.1, 0.2)}, {"coefs": (0.1, 0.2)}),
     ({"per_layer": 2}, {"sweeps": 2}),
+    ({"search_over": ("drop_prob=0.2,0.4", "elect=False")}, {"over": {"drop_prob": (0.2, 0.4), "elect": (False,)}}),
     ({**OF_RUN, "snapshots": True}, {**FROM_RUN, "snapshots": {1: [Path("run"), *FROM_RUN["experts"]]}}),
     ({"preset": "lm"}, {
         "configs": [replace(DELLA, **OF_LM)], "implied": {"name": "trace", **PRESETS["lm"].options},
@@ -179,6 +180,17 @@ def options(merger, **choice):
 
 def test_every_option_reaches_a_merge_on_disk(received):
     of_search = {"search", "grid", "widen", *OF_SUITES, *OF_SCORE}
+    of_search = {
+        "search",
+        "grid",
+        "widen",
+        "search_over",
+        "per_layer",
+        "snapshots",
+        "calibrate",
+        "data",
+        "suite_options",
+    }
     assert_effects(partial(received, command.main), options(Della(coef=0.3)), ON_DISK, besides=of_search)
 
 
@@ -487,12 +499,12 @@ def test_chat_templates_by_the_names_that_recipes_have(hub, call, tmp_path):
 
 
 def test_the_note_on_assumed_settings_leaves_out_those_that_dev_chooses():
-    def said(calibrate):
-        choice = SimpleNamespace(calibrate=calibrate, semantics="paper")
+    def said(calibrate, over=()):
+        choice = SimpleNamespace(calibrate=calibrate, semantics="paper", search_over=over)
         return command.assumed_note(SimpleNamespace(merger=Della(), choice=choice), PRESETS["digits"])
 
     assert said(False).endswith("drop_prob of della is 0.1 (lm: 0.5)")
-    assert said(True) == ""
+    assert said(True) == said(False, over=("drop_prob=0.1,0.2",)) == ""
 
 
 def test_all_after_a_kill_keeps_what_is_done(hub, call, tmp_path):

@@ -352,6 +352,17 @@ def test_options_without_the_one_that_they_belong_to_are_errors(refused, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
+def test_a_search_over_options_prints_a_line_for_each_combination(trained, tmp_path):
+    words = "consensus", "--run", trained[0], "--search", "--grid", "0.3", "0.6", "--out", tmp_path
+    process = run("merge.py", *words, "--search-over", "ratio=0.2,0.4", "least=2")
+    assert_clean(process)
+    *lines, last = process.stdout.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["ratio 0.2, least 2", "ratio 0.4, least 2"]
+    assert re.match(
+        rf"merged: {tmp_path}/consensus, ratio 0\.\d \((small|larg)est of those tried\), least 2, coef", last
+    )
+
+
 def test_a_grid_of_one_cannot_be_widened(refused, trained, tmp_path):
     words = "--run", trained[0], "--out", tmp_path / "out", "--search", "--widen", "--grid", "0.2"
     assert refused("merge.py", "ta", *words) == (

@@ -1,8 +1,10 @@
 """A search over options of a merger beside its coefficient: every combination is searched as if it were given."""
 
+import sys
 from dataclasses import replace
 from itertools import product
 from statistics import fmean
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -120,6 +122,19 @@ def test_the_vector_is_merged_once_for_a_combination_and_once_for_the_best(input
     assert made == [(0.4, 2), (0.4, 1), (0.2, 2), (0.2, 1), (0.4, 2)]
     assert len(scored) == 4 * 10 * 2
     assert (found.options, found.coef) == ({"ratio": 0.4, "least": 2}, 0.1)
+
+
+def test_the_bar_expects_the_scores_of_all_combinations_from_the_start(inputs, suite):
+    expected = []
+
+    def score(params, task, split):
+        expected.append(bar.total)
+        return nearness(params, task)
+
+    bar = SimpleNamespace(total=None, update=lambda share: None)
+    scorer = Scorer(suite.replace(score=score), bar=bar)
+    merge_one(Consensus(ratio=0.4), inputs, seed=0, scorer=scorer, coefs=(0.1, 0.2, 0.3), over={"least": (1, 2, 3)})
+    assert expected == [3 * 3 * 2] * 18
 
 
 def test_of_equal_scores_the_first_combination_as_typed_wins_and_notes_say_so(inputs, suite):
@@ -351,6 +366,29 @@ def test_problems_of_words_are_listed_together_and_an_option_has_one_place():
     ]
     with pytest.raises(ValueError, match="--no-elect and --search-over elect both set elect: leave one out"):
         with_searched(["dc_merge", "--no-elect", "--search-over=elect=True,False"])
+
+
+def test_problems_of_words_are_printed_line_by_line(monkeypatch, capsys):
+    words = [
+        "consensus",
+        "--run",
+        "run",
+        "--search",
+        "--least=1",
+        "--search-over",
+        "ratio=high",
+        "least=2",
+        "--out",
+        "out",
+    ]
+    monkeypatch.setattr(sys, "argv", ["merge.py", *words])
+    with pytest.raises(SystemExit, match="2"):
+        command.command("merge.py", ())
+    assert capsys.readouterr().err.splitlines() == [
+        "merge.py:",
+        "  --search-over ratio=high: must be a number",
+        "  --least and --search-over least both set least: leave one out",
+    ]
 
 
 def test_a_required_option_that_is_searched_counts_as_given():

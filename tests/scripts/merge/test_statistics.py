@@ -156,6 +156,35 @@ def test_other_statistics_are_another_merge(known, tmp_path):
     assert (tmp_path / "out" / "scores.jsonl").read_text().count("\n") == 2 * scores
 
 
+def test_a_search_over_the_kind_of_statistics_reads_both_and_depends_on_both(known, tmp_path):
+    run, over = shutil.copytree(known, tmp_path / "run"), {"weights_from": ("adam", "fisher")}
+    base, experts = find_inputs(run)
+    options = {"out": tmp_path / "out", "search": True, "seed": 0, "coefs": (0.5,)}
+    with pytest.raises(ValueError, match=r"adam\.safetensors"):
+        merge_run([Fisher()], base, experts, over=over, **options)
+    for expert in experts:
+        found = checkpoint.load_statistics(expert / "fisher.safetensors")
+        facts = checkpoint.statistics_facts(expert / "fisher.safetensors")
+        facts = {name: facts[name] for name in facts if name not in ("kind", "labels")}
+        checkpoint.save_statistics(expert, "adam", {path: leaf.flip(0) for path, leaf in found.items()}, facts)
+    (made,) = merge_run([Fisher()], base, experts, over=over, **options).values()
+    alone = {}
+    for own in made.tuned:
+        kind = own.options["weights_from"]
+        (alone[kind],) = merge_run(
+            [Fisher(weights_from=kind)], base, experts, **options | {"out": tmp_path / kind}
+        ).values()
+        assert (own.coef, own.curve) == (alone[kind].coef, alone[kind].curve)
+    assert [*alone] == ["adam", "fisher"]
+    assert not checkpoint.same(alone["adam"].params, alone["fisher"].params)
+    assert checkpoint.same(made.params, alone[made.options["weights_from"]].params)
+    manifest = checkpoint.load_manifest(tmp_path / "out" / "fisher")
+    prints = manifest["asked"]["statistics"]
+    assert [(kind, [*prints[kind]]) for kind in sorted(prints)] == [
+        (kind, ["mirror", "rot90"]) for kind in ("adam", "fisher")
+    ]
+
+
 @pytest.mark.parametrize("config", [Fisher(coef=0.8), RegMean(coef=0.8)], ids=["fisher", "reg_mean"])
 def test_statistics_that_are_not_finite_are_refused_in_memory_and_on_disk(config, known, tmp_path):
     run = shutil.copytree(known, tmp_path / "run")
