@@ -21,12 +21,12 @@ def over_of(kind: type[MergerConfig], words: Sequence[str]) -> dict[str, tuple[A
     Raises: ValueError that lists unknown options, options that cannot be searched, values of another type, and options
         and values that are given twice.
     """
-    found, problems = dict[str, tuple[Any, ...]](), list[str]()
+    found, bare, problems = dict[str, tuple[Any, ...]](), list[str](), list[str]()
     kinds, own = _searchable(kind), {f.name: f for f in fields(kind)}
     for word in words:
         name, values = _name(word), [value for value in word.partition("=")[2].split(",") if value]
         if not values:
-            problems.append(f"{FLAG} {word}: write NAME=VALUE,VALUE without spaces, such as ratio=0.2,0.4")
+            bare.append(word)
         elif name in found:
             problems.append(f"{FLAG} {name} is given twice: give all its values in one {name}=VALUE,VALUE")
         elif name in kinds:
@@ -39,6 +39,8 @@ def over_of(kind: type[MergerConfig], words: Sequence[str]) -> dict[str, tuple[A
             near = "" if name in own else errors.suggestion(name, kinds)
             known = f"choose from {', '.join(kinds)}" if kinds else f"{kind.name} has no options to search"
             problems.append(f"{FLAG} {name} {why}{near or ':'} {known}")
+    if bare:
+        problems.append(f"{FLAG} {' '.join(bare)}: write NAME=VALUE,VALUE without spaces, such as ratio=0.2,0.4")
     errors.raise_problems(problems)
     return found
 

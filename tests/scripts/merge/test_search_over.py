@@ -331,6 +331,7 @@ def test_words_become_values_of_the_options_types():
         (Ties, "coef=0.1,0.2", "coef: --search tries coefficients already, give them by --grid 0.1 0.2"),
         (TaskArithmetic, "keep", "keep: write NAME=VALUE,VALUE without spaces, such as ratio=0.2,0.4"),
         (Ties, "keep=", "keep=: write NAME=VALUE,VALUE without spaces"),
+        (Ties, "keep 0.2 0.4", "keep 0.2 0.4: write NAME=VALUE,VALUE without spaces"),
         (Ties, "keep=0.2,high", "keep=high: must be a number"),
         (Consensus, "least=1.5", "least=1.5: must be an integer"),
         (Ties, "scope=layer", "scope=layer: must be one of global, tensor"),
@@ -340,7 +341,7 @@ def test_words_become_values_of_the_options_types():
 )
 def test_words_that_cannot_be_searched_are_errors(kind, word, error):
     with pytest.raises(ValueError, match=r"^--search-over ") as found:
-        over_of(kind, [word])
+        over_of(kind, word.split())
     assert str(found.value).removeprefix("--search-over ").startswith(error)
 
 
