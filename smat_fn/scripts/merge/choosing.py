@@ -302,7 +302,7 @@ def merge_one(
         config = calibrated.config
     models, fixed = Models(inputs, seed, _place(config, inputs, scorer)), not is_open(config)
     if isinstance(config, Masked) and config.task is not None:
-        models.tasks = [config.task]
+        models.tasks = [config.task]  # the model is for no other
     if scorer is None:
         assert fixed, "merge_run checks this"
         return Merged(models(config), getattr(config, "coef", None), {}, ())

@@ -189,7 +189,7 @@ def _merged(
     facts: dict[str, Any],
     report: Callable[[str], None],
 ) -> Merged:
-    """The model of one merger, in its folder. Args: note: on all experts; facts: of its manifest."""
+    """The model of one merger, in its folder. Args: note: on all experts; facts: of its manifest; report: a line."""
     merge_at = partial(
         merge_one, config, seed=asked.seed, coefs=asked.coefs, widen=asked.widen,
         calibration=asked.calibration.get(config.name), sweeps=asked.sweeps, over=asked.over, report=report,
