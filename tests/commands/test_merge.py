@@ -118,7 +118,10 @@ IN_MEMORY = [
     }),
 ]  # fmt: skip
 
-OF_SUITES, OF_SCORE = {"per_layer", "snapshots", "calibrate", "data", "suite_options"}, {"score", "score_key"}
+OF_SUITES, OF_SCORE = (
+    {"per_layer", "snapshots", "calibrate", "data", "suite_options", "search_over"},
+    {"score", "score_key"},
+)
 ASKED = outside.Asked("true {model}")
 BY_SCORE = [
     *(row for row in ON_DISK if not {*row[0]} & {"merger", "plot", "preset", "lines", "part"}),
@@ -180,17 +183,6 @@ def options(merger, **choice):
 
 def test_every_option_reaches_a_merge_on_disk(received):
     of_search = {"search", "grid", "widen", *OF_SUITES, *OF_SCORE}
-    of_search = {
-        "search",
-        "grid",
-        "widen",
-        "search_over",
-        "per_layer",
-        "snapshots",
-        "calibrate",
-        "data",
-        "suite_options",
-    }
     assert_effects(partial(received, command.main), options(Della(coef=0.3)), ON_DISK, besides=of_search)
 
 

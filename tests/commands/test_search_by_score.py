@@ -294,6 +294,8 @@ def test_what_a_search_by_a_program_does_not_take_is_an_error_with_a_way_out(cal
         (("--push-to-hub", "x"), "push"),
     ):
         assert said in call("ta", *words, "--out", "out")[2], words
+    over = ("--search-over", "keep=0.1,0.2", "--out", "out")
+    assert f"--search-over{instead}" in call("ties", *over)[2]
     assert "give --task" in call("emr", "--out", "out")[2]
     for score, said in (
         ("true", "--score 'true' does not read the merged model: write {model} for the model's folder"),

@@ -322,7 +322,7 @@ def _check_score(args: Merge) -> None:
         raise ValueError("--score requires --search")
     of_suites = {
         "--data": choice.data, "--suite-options": choice.suite_options, "--calibrate": choice.calibrate,
-        "--snapshots": choice.snapshots, "--per-layer": choice.per_layer,
+        "--snapshots": choice.snapshots, "--per-layer": choice.per_layer, "--search-over": choice.search_over,
     }  # fmt: skip
     if given := [option for option, value in of_suites.items() if value]:
         raise ValueError(
