@@ -104,12 +104,6 @@ def search_folders(
         ValueError: as `merge_folders`, before any work; for coefficients that are not finite, are given twice or change
             nothing; if another search of ``out`` is running; and, with the name of the candidate, if a score is not a
             finite number or ``score`` raises one.
-
-    Example:
-        >>> def score(folder):
-        ...     return -float(load_file(folder / "model.safetensors")["w"].sub(1).norm())
-        >>> found = search_folders(TaskArithmetic(), base, experts, Path("merged"), score=score, coefs=(0.3, 0.6))
-        >>> merge_folders(found.config, base, experts, Path("merged"))
     """
     out = checkpoint.follow(Path(out))
     tried, more = _tried(config, coefs), read_by(base, experts, options)
