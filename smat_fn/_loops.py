@@ -27,7 +27,8 @@ _WEYL = uint64(0x9E3779B9), uint64(0xBB67AE85)
 
 def jit(function: Callable[..., Any], **more: bool) -> Any:
     """Compiled at the first call and then kept in a folder: beside the package, or the user's own."""
-    options = {"nogil": True, "error_model": "numpy", **more}
+    # without the part for calls from C, which takes time to compile
+    options = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True, **more}
     try:
         return njit(cache=True, **options)(function)
     except RuntimeError:  # no folder can be written to
@@ -36,7 +37,7 @@ def jit(function: Callable[..., Any], **more: bool) -> Any:
 
 def inner(function: Callable[..., Any]) -> Any:
     """`jit` of what only other loops call: without the part for calls from Python, which takes time to compile."""
-    return jit(function, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+    return jit(function, no_cpython_wrapper=True)
 
 
 def inlined(function: Callable[..., Any]) -> Any:
