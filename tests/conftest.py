@@ -33,7 +33,13 @@ SHAPES = {  # every kind of shape that a merger must accept
 }
 TOGETHER = (  # tests of one worker: the first share a stand-in, the second compile the same loops
     ("tests/examples/",),
-    ("tests/folders/test_bits", "tests/folders/test_loops", "tests/merge/test_loops"),
+    (
+        "tests/folders/test_bits",
+        "tests/folders/test_loops",
+        "tests/folders/test_memory",  # alone it comes among the last, and the other worker is idle
+        "tests/merge/test_conformance",
+        "tests/merge/test_loops",
+    ),
 )
 ALLOWED_SKIPS = (
     "no GPU", "no Chromium", "no ../shared", "mergekit is not installed", "TRL is not installed",
