@@ -463,6 +463,7 @@ def main(rank, folder):
 
 if __name__ == "__main__":
     execution.loops()
+    gc.freeze()  # nothing of it is garbage, and what is looked through in a fork is copied
     child = os.fork()  # after the imports, which take longer than all else
     main(0 if child else 1, sys.argv[1])
     if child:
