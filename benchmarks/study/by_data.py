@@ -64,7 +64,7 @@ def run_by_data(trial: Trial, work: Path, test: bool, keep: bool) -> Outcome:
     for _ in statistics_of_run(suite, places, kinds=("fisher", "gram"), seed=0):
         pass
     models = searched(trial, folder, moments=moments)
-    for _ in regress(RegMeanPlus(folder, folder / "merged")):
+    for _ in regress(RegMeanPlus(run=folder, out=folder / "merged")):
         pass
     models["REG_MEAN_PLUS"] = stretched(suite, checkpoint.load_leaves(folder / "merged" / "reg_mean_plus")[0])
     experts = {EXPERT + task: params for task, params in load_inputs(*find_inputs(folder)).experts.items()}
@@ -89,7 +89,7 @@ def adapt_trial(trial: Trial, work: Path, found: Outcome, keep: bool) -> Outcome
 
     folder, started, models = trial.folder(work), time.perf_counter(), dict[str, Model]()
     for kind in ("task", "layer"):
-        asked = AdaMerging(folder, folder / kind, layer_wise=kind == "layer", overwrite=True)
+        asked = AdaMerging(run=folder, out=folder / kind, layer_wise=kind == "layer", overwrite=True)
         for _ in adapt(asked):
             pass
         params, manifest = checkpoint.load_leaves(folder / kind / "adamerging")

@@ -19,7 +19,7 @@ from benchmarks import options, readme
 from smat_fn.config import MERGERS, METHODS, MORE_MERGERS, MORE_METHODS, PRESETS
 from smat_fn.scripts import cli, entry
 from smat_fn.scripts.commands.merge import All
-from smat_fn.scripts.merge.settings import AdaMerging, OfRun, RegMeanPlus
+from smat_fn.scripts.merge.settings import AdaMerging, ByData, RegMeanPlus
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACES = [
@@ -208,7 +208,7 @@ def test_the_table_of_mergers_has_their_options_and_defaults():
                 listed |= {(merger, name): cells[3] for merger in mergers}
     known = {}
     for config in (*MERGERS, *MORE_MERGERS, AdaMerging, RegMeanPlus):
-        shared = ELSEWHERE | ({field.name for field in fields(OfRun)} if issubclass(config, OfRun) else set())
+        shared = ELSEWHERE | ({field.name for field in fields(ByData)} if issubclass(config, ByData) else set())
         for field in fields(config):
             if field.name not in shared:
                 word = field.name.replace("_", "-")

@@ -104,7 +104,7 @@ def test_mergers_correspond_to_files_and_their_options_to_arguments():
         assert config.random == ("key" in inspect.signature(config.function).parameters)
 
 
-COMMANDS = {"Verify", "Export", "ExtractLora", "FromRecipe", "Statistics", "OfRun", "AdaMerging", "RegMeanPlus"}
+COMMANDS = {"Verify", "Export", "ExtractLora", "FromRecipe", "Statistics", "ByData", "AdaMerging", "RegMeanPlus"}
 COMMANDS |= {"MergeAdapters", "Moe"}
 
 

@@ -46,6 +46,7 @@ from smat_fn.scripts.cli import NONE
 from smat_fn.scripts.merge.commands import COMMANDS, by_density, by_file, by_glob
 from smat_fn.scripts.merge.foreign_words import without_foreign
 from smat_fn.scripts.merge.searched import over_of, with_searched
+from smat_fn.scripts.merge.settings import check_given
 
 
 @dataclass(frozen=True)
@@ -299,12 +300,7 @@ def main(args: Merge) -> None:
 
 def _check_inputs(args: Merge) -> None:
     """Raises: ValueError for inputs that are given twice or not at all, and that the merger or a plot cannot have."""
-    given = args.inputs.base is not None, bool(args.inputs.experts)
-    if any(given) if args.inputs.run else not all(given):
-        raise ValueError(
-            "give either --run FOLDER of train.py, or --base FOLDER with --experts FOLDER..."
-            + (_base_of(args) if given == (False, True) and not args.inputs.run else "")
-        )
+    check_given(args.merger.name, args.inputs.run, args.inputs.base, args.inputs.experts)
     if args.inputs.run and args.merger.name == "svc":
         raise ValueError("svc takes a merged model first, --run has none: pass --base BASE --experts MERGED EXPERT...")
     if args.output.plot and (args.inputs.into is not None or args.inputs.partial):  # it compares whole models
@@ -333,18 +329,6 @@ def _check_score(args: Merge) -> None:
         raise ValueError("--lines is not available with --score: leave it out, or give it a number by --coef")
     if args.machine.part is not None:
         raise ValueError("--part is not available with --search: leave it out, or give the coefficient by --coef")
-
-
-def _base_of(args: Merge) -> str:
-    """A way out for a command line without --base: the base that experts name, or any expert."""
-    from smat_fn.merge.registry import BASELESS
-    from smat_fn.scripts.merge.inputs import origins
-
-    if args.merger.name in BASELESS:
-        return f"; {args.merger.name} takes configuration and tokenizer from --base: give any of the experts"
-    names = origins(args.inputs.experts)
-    named = f"by their files {' or '.join(names)}" if names else "missing"
-    return f"; the base, which the experts were trained from, is {named}"
 
 
 def _check_grid(choice: Choices, configs: Sequence[MergerConfig], merger: Any) -> None:

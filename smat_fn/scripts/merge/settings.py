@@ -1,5 +1,6 @@
 """Options of merge.py's subcommands beside mergers. No torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -7,6 +8,28 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg
 
 from ..cli import NONE, SUITE, Values
+
+
+def check_given(merger: str, run: Path | None, base: Path | None, experts: Sequence[Path]) -> None:
+    """Raises: ValueError for inputs of a merge that are given twice or not at all."""
+    given = base is not None, bool(experts)
+    if any(given) if run else not all(given):
+        raise ValueError(
+            "give either --run FOLDER of train.py, or --base FOLDER with --experts FOLDER..."
+            + (_base_of(merger, experts) if given == (False, True) and not run else "")
+        )
+
+
+def _base_of(merger: str, experts: Sequence[Path]) -> str:
+    """A way out for a command line without --base: the base that experts name, or any expert."""
+    from ...merge.registry import BASELESS
+    from .inputs import origins
+
+    if merger in BASELESS:
+        return f"; {merger} takes configuration and tokenizer from --base: give any of the experts"
+    names = origins(experts)
+    named = f"by their files {' or '.join(names)}" if names else "missing"
+    return f"; the base, which the experts were trained from, is {named}"
 
 
 @dataclass(frozen=True)
@@ -217,26 +240,35 @@ class Statistics:
     """CPU threads."""
 
 
-@dataclass(frozen=True)
-class OfRun:
+@dataclass(frozen=True, kw_only=True)
+class ByData:
     """Options of mergers that read rows."""
 
-    run: Path
+    run: Annotated[Path | None, NONE] = None
     """Folder that train.py wrote: its base and all its experts."""
+    base: Annotated[Path | None, NONE] = None
+    """Base checkpoint, with --experts instead of --run: a folder, or a hub name."""
+    experts: Annotated[tuple[Path, ...], arg(metavar="TASK=EXPERT", help_behavior_hint="(default: none)")] = ()
+    """Expert checkpoints or LoRA adapters, with --base instead of --run: folders or hub names, named by their tasks."""
     out: Path
     """Folder for the merged model, which becomes --out/MERGER."""
+    preset: Annotated[str | None, arg(help_behavior_hint="(default: that of the experts)")] = None
+    """Preset of train.py with the suite of experts whose manifests name none: images or text, for reg_mean_plus also
+    lm."""
+    data: Annotated[str | None, arg(help_behavior_hint="(default: as they were trained)")] = None
+    """Data, as in train.py --data. Rows of dev must be none that an expert was trained on."""
     seed: int = 0
     """Seed of the order of rows."""
     suite_options: Annotated[Values, SUITE] = field(default_factory=dict)
-    """Other options of model and data."""
+    """Other options of model and data, e.g. device cpu."""
     overwrite: bool = False
     """Replace a merged model that exists."""
     threads: int = 1
     """CPU threads."""
 
 
-@dataclass(frozen=True)
-class AdaMerging(OfRun):
+@dataclass(frozen=True, kw_only=True)
+class AdaMerging(ByData):
     """AdaMerging: coefficients that minimise the merged classifier's prediction entropy on unlabelled dev rows."""
 
     layer_wise: bool = True
@@ -251,8 +283,8 @@ class AdaMerging(OfRun):
     """Rows of each task in a step."""
 
 
-@dataclass(frozen=True)
-class RegMeanPlus(OfRun):
+@dataclass(frozen=True, kw_only=True)
+class RegMeanPlus(ByData):
     """RegMean++: RegMean block by block, with input statistics from the blocks already merged."""
 
     scale: float = 0.9

@@ -1,6 +1,6 @@
 """Whole models of other tools on a suite that trains a part of them: a vision tower, top layers, an encoder."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from ...folders.inputs.reading import Folder, config_of, reader_of_tensor
 from ...merge.parts.inputs import Leaves
 from ...suites import SUITES, Suite, describe_options
 from ...tree import dtype_name
+from .inputs import like_base
 
 
 class SuitePart(NamedTuple):
@@ -46,6 +47,32 @@ class SuitePart(NamedTuple):
     def runs(self, path: str) -> bool:
         """Whether scores depend on a leaf of base, by its stored name."""
         return (path if self.naming is None else self.naming.names.get(path, path)) in self.read
+
+    def changed_beside(self, models: Iterable[Leaves]) -> list[str]:
+        """Leaves in which some model differs from base, but for those that the suite trains and copies of these."""
+        rest = [path for path in self.view.leaves if path not in self.names]
+        found: dict[str, None] = {}
+        for own in map(self._seen, models):
+            unlike = (path for path in rest if not _alike(self.view.leaf(path), own.leaf(path)))
+            found.update(dict.fromkeys(path for path in unlike if not self._follows(path, own)))
+        return [path for path in rest if path in found]
+
+    def whole(self, own: Leaves, others: Leaves) -> dict[str, Tensor]:
+        """A model with base's leaves: those of the suite from ``own``, the rest from a whole model.
+
+        A leaf of the whole model that is tied to one that the suite trains stays a copy of it.
+        """
+        seen = self._seen(others)
+        taken = {path: own[name] for path, name in self.names.items()}
+        rest = [path for path in seen.leaves if path not in taken and self._follows(path, seen)]
+        copies = {path: copy_of(path, self.view, self.names) for path in rest}
+        taken |= {path: taken[other] for path, other in copies.items() if other is not None}
+        taken = like_base(seen.leaves, taken)
+        if self.naming is None:
+            return {**others, **taken}
+        whole = _in_memory("model", {**seen.leaves, **taken}, self.view.root)
+        stored = self.naming.stored(whole, _in_memory("model", others, self.view.root), taken)
+        return {path: stored.leaf(path) for path in others}
 
     def _follows(self, path: str, own: Folder) -> bool:
         """Whether a leaf that base and a model store is a copy of one that the suite trains, and is tied to it."""

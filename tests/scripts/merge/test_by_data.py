@@ -26,12 +26,12 @@ def watched(suite, monkeypatch):
         return suite.score(params, task, split)
 
     own = suite.replace(score=score)
-    monkeypatch.setattr(by_data, "common_suite", lambda *_: own)
+    monkeypatch.setattr(by_data, "suite_and_part", lambda *_, **given: (own, None))
     return own
 
 
 def test_adamerging_takes_dev_rows(runs, watched, tmp_path):
-    (line,) = by_data.adapt(AdaMerging(runs["ft"], tmp_path, **ADA))
+    (line,) = by_data.adapt(AdaMerging(run=runs["ft"], out=tmp_path, **ADA))
     inputs = load_inputs(*find_inputs(runs["ft"]))
     key = random.fold_in(random.key(4), "adamerging")
     batches = {}
@@ -47,12 +47,12 @@ def test_adamerging_takes_dev_rows(runs, watched, tmp_path):
     assert manifest["dev"] == {task: watched.score(params, task, "dev") for task in TASKS}
     assert line.startswith(f"merged: {tmp_path / 'adamerging'}, dev ")
     with pytest.raises(ValueError, match="adamerging exists"):
-        next(by_data.adapt(AdaMerging(runs["ft"], tmp_path, **ADA)))
+        next(by_data.adapt(AdaMerging(run=runs["ft"], out=tmp_path, **ADA)))
 
 
 def test_reg_mean_plus_takes_training_rows(runs, watched, tmp_path):
     watched.recipe = {**watched.recipe, "data": str(tmp_path / "rows")}
-    list(by_data.regress(RegMeanPlus(runs["ft"], tmp_path, **REG)))
+    list(by_data.regress(RegMeanPlus(run=runs["ft"], out=tmp_path, **REG)))
     inputs = load_inputs(*find_inputs(runs["ft"]))
     key = random.fold_in(random.key(4), "statistics")
     batches = {task: batches_of(watched, task, "train", 16, random.fold_in(key, task)) for task in TASKS}
@@ -66,9 +66,9 @@ def test_reg_mean_plus_takes_training_rows(runs, watched, tmp_path):
 
 def test_what_cannot_be_merged_is_refused(runs, suite, tmp_path, monkeypatch):
     language = BaseSuite(**{**vars(suite), "name": "trace"})
-    monkeypatch.setattr(by_data, "common_suite", lambda *_: language)
+    monkeypatch.setattr(by_data, "suite_and_part", lambda *_, **given: (language, None))
     with pytest.raises(ValueError, match="adamerging requires classifiers: suite 'trace' has none"):
-        list(by_data.adapt(AdaMerging(runs["ft"], tmp_path, **ADA)))
+        list(by_data.adapt(AdaMerging(run=runs["ft"], out=tmp_path, **ADA)))
     with pytest.raises(ValueError, match="batch is 0, must be at least 1"):
-        list(by_data.adapt(AdaMerging(runs["ft"], tmp_path, **ADA | {"batch": 0})))
+        list(by_data.adapt(AdaMerging(run=runs["ft"], out=tmp_path, **ADA | {"batch": 0})))
     assert not any(tmp_path.iterdir())
