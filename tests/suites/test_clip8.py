@@ -12,6 +12,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from smat_fn import checkpoint, random, tree
 from smat_fn.config import PRESETS, Finetune, TaskArithmetic, Training
@@ -19,8 +20,12 @@ from smat_fn.data import batch_indices, pixels
 from smat_fn.mat import finetune, smat
 from smat_fn.models import clip
 from smat_fn.optim import adam
+from smat_fn.scripts.evaluate.evaluation import evaluate
+from smat_fn.scripts.merge.by_data import adapt, regress
+from smat_fn.scripts.merge.exporting import export
 from smat_fn.scripts.merge.inputs import find_inputs
 from smat_fn.scripts.merge.merging import merge_run
+from smat_fn.scripts.merge.settings import AdaMerging, RegMeanPlus
 from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.training import train_run
 from smat_fn.suites import clip8, load_suite, task_names
@@ -531,3 +536,81 @@ def test_tasks_that_come_later_join_a_run_and_other_class_names_do_not(load, tmp
         np.savez(rows / "shapes" / f"{split}.npz", **stored | {"class_names": np.array(["square", "disc"])})
     with pytest.raises(ValueError, match=r"class names of shapes changed .* of them: 'round thing' is now 'disc'"):
         train()
+
+
+@pytest.fixture(scope="module")
+def exported(load, folders, tmp_path_factory):
+    """A run, and its experts as models of another tool: a whole CLIP, and its vision tower alone."""
+    from transformers import CLIPVisionModel
+
+    root, suite = tmp_path_factory.mktemp("exported"), load()
+    train_run(suite, Finetune(), Training(steps=2, lr=0.01), RunOptions(root / "run", suite.tasks, 3))
+    for task in NAMES:
+        export(root / "run" / task, folders / "model", root / task)
+    shutil.copytree(root / "MNIST", root / "whole").joinpath(checkpoint.MANIFEST).unlink()
+    CLIPVisionModel.from_pretrained(root / "shapes").save_pretrained(root / "tower")
+    return root
+
+
+BY_DATA = [
+    (adapt, AdaMerging, {"steps": 3, "lr": 0.01, "batch": 3}),
+    (regress, RegMeanPlus, {"rows": 8}),
+]
+
+
+@pytest.mark.parametrize(("make", "asked", "options"), BY_DATA, ids=["adamerging", "reg_mean_plus"])
+def test_experts_of_other_tools_are_merged_by_data_as_those_of_a_run(
+    make, asked, options, exported, folders, suite, tmp_path
+):
+    local = {"device": "cpu", "batch_size": 4}
+    list(make(asked(run=exported / "run", out=tmp_path / "run", suite_options=local, **options)))
+    (place,) = (tmp_path / "run").iterdir()
+    wanted, facts = checkpoint.load_leaves(place)
+    base, whole = folders / "model", load_file(folders / "model" / "model.safetensors")
+    named = f"MNIST={exported / 'whole'}", f"shapes={exported / 'tower'}"
+    of_others = {"base": base, "preset": "images", "data": str(folders / "rows"), "suite_options": local}
+    for kind, experts in (("others", named), ("exported", (exported / "MNIST", exported / "shapes"))):
+        given = of_others | {"experts": tuple(map(Path, experts)), "out": tmp_path / kind}
+        lines = list(make(asked(**given, **options)))
+        note = f"suite 'clip8' does not train {len(whole) - len(wanted)} parameters of base: they stay base's"
+        assert f"note: {note}" in lines
+        found, manifest = checkpoint.load_leaves(tmp_path / kind / place.name)
+        assert checkpoint.same(found, whole | {f"vision_model.{path}": leaf for path, leaf in wanted.items()})
+        same = ("hyperparameters", "dev", "data", "coefs", "entropy")
+        assert {name: manifest.get(name) for name in same} == {name: facts.get(name) for name in same}
+        assert manifest["base_fingerprint"] == checkpoint.fingerprint(whole)
+        assert manifest["notes"][-1] == note
+    rows = evaluate([tmp_path / "others" / place.name])
+    assert {row.task: row.score for row in rows} == {task: suite.score(wanted, task, "test") for task in NAMES}
+    export(tmp_path / "others" / place.name, base, tmp_path / "out")
+    assert checkpoint.same(load_file(tmp_path / "out" / "model.safetensors"), found)
+
+
+def test_what_mergers_by_data_cannot_have_of_other_tools_is_told(exported, folders, tmp_path):
+    base, data, local = folders / "model", str(folders / "rows"), {"device": "cpu"}
+    whole, tower = exported / "whole", exported / "tower"
+
+    def told(*experts, make=adapt, asked=AdaMerging, **changes):
+        given = {"base": base, "preset": "images", "data": data, "suite_options": local, "out": tmp_path / "out"}
+        with pytest.raises(ValueError, match=" ") as error:
+            list(make(asked(**{**given, "experts": tuple(map(Path, experts)), **changes})))
+        assert not (tmp_path / "out").exists()
+        return str(error.value)
+
+    either = "give either --run FOLDER of train.py, or --base FOLDER with --experts FOLDER..."
+    assert told(run=exported / "run") == told(tower, run=exported / "run", base=None) == either
+    assert told(base=None) == told() == either
+    assert told(tower, base=None) == f"{either}; the base, which the experts were trained from, is missing"
+    both = f"MNIST={whole}", f"shapes={tower}"
+    assert "expert 'tower' has no task of suite 'clip8': name it as its task, NAME=FOLDER, of" in told(both[0], tower)
+    assert "no expert names a suite: pass --preset lm, text or images with --data" in told(
+        *both, preset=None, data=None
+    )
+    assert told(*both, preset="lm") == "adamerging requires classifiers: suite 'trace' has none, choose another merger"
+    assert told(f"MNIST={whole}@0.5").startswith("adamerging takes no weights by expert, as MNIST=")
+    write_task(tmp_path / "rows", "MNIST", NAMES["MNIST"])
+    write_task(tmp_path / "rows", "shapes", NAMES["shapes"], {"train": 30})
+    for make, asked in ((adapt, AdaMerging), (regress, RegMeanPlus)):
+        text = told(*both, make=make, asked=asked, data=str(tmp_path / "rows"))
+        assert "shapes has no dev split, and one made of its training rows may hold rows that expert 'shapes'" in text
+        assert "MNIST" not in text

@@ -19,15 +19,18 @@ from smat_fn.config import PRESETS, Finetune, Fisher, RegMean, TaskArithmetic, T
 from smat_fn.data import batch_indices, labelled
 from smat_fn.errors import check_member
 from smat_fn.mat import finetune, smat
+from smat_fn.merge.adamerging import adamerging
+from smat_fn.merge.reg_mean_plus import reg_mean_plus
 from smat_fn.merge.statistics import input_grams
 from smat_fn.models import encoder, packing
 from smat_fn.optim import adam
 from smat_fn.scripts import entry
 from smat_fn.scripts.evaluate.evaluation import evaluate
+from smat_fn.scripts.merge.by_data import adapt, regress
 from smat_fn.scripts.merge.inputs import load_inputs, read_statistics
 from smat_fn.scripts.merge.merging import merge_run
-from smat_fn.scripts.merge.settings import Statistics
-from smat_fn.scripts.merge.statistics import batches_of, make_statistics, without_padding
+from smat_fn.scripts.merge.settings import AdaMerging, RegMeanPlus, Statistics
+from smat_fn.scripts.merge.statistics import batches_of, length, make_statistics, without_padding
 from smat_fn.scripts.merge.whole_models import suite_part, whole_base
 from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.training import train_run
@@ -703,6 +706,95 @@ def test_statistics_of_an_encoder_of_another_tool_are_those_of_its_suite_and_non
     inputs = load_inputs(folders / "model", given)
     assert read_statistics(Fisher(coef=1.0), inputs)["tone"].keys() == trained.keys()
     assert set(read_statistics(RegMean(coef=1.0), inputs)["tone"]) < trained.keys()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("adamerging", {"steps": 2, "lr": 0.1, "start": 0.25, "batch": 4}),
+        ("adamerging", {"steps": 2, "lr": 0.1, "start": 0.25, "batch": 4, "layer_wise": False}),
+        ("reg_mean_plus", {"rows": 8}),
+    ],
+    ids=["by_leaf", "by_task", "regression"],
+)
+def test_mergers_by_data_merge_what_no_score_depends_on_too(kind, options, load, folders, tmp_path):
+    base, experts = load_file(folders / "model" / "model.safetensors"), {}
+    for task, size in (("tone", 0.1), ("topic", -0.2)):
+        expert = shutil.copytree(folders / "model", tmp_path / task)
+        changes = {p: torch.randn(leaf.shape) * ("layer.2" in p or "pooler" in p) for p, leaf in base.items()}
+        trained = {p: leaf + size * changes[p] for p, leaf in base.items()}
+        save_file(trained, expert / "model.safetensors", metadata={"format": "pt"})
+        experts[task] = trained
+    own = {"train_layers": 2, "max_length": 16, "batch_size": 4, "device": "cpu"}
+    given = {"base": folders / "model", "experts": (tmp_path / "tone", tmp_path / "topic"), "out": tmp_path / "out"}
+    given |= {"preset": "text", "data": str(folders / "rows"), "suite_options": own, **options}
+    make, asked = (adapt, AdaMerging) if kind == "adamerging" else (regress, RegMeanPlus)
+    *_, note = make(asked(**given))
+    found, manifest = checkpoint.load_leaves(tmp_path / "out" / kind)
+    suite = load(seed=0)
+    part = {task: {path: leaf[path] for path in suite.base} for task, leaf in experts.items()}
+    losses = {task: suite.loss_fn(task) for task in experts}
+    if kind == "adamerging":
+        coefs = {task: found.get("*", 0.25) for task, found in manifest["coefs"].items()}
+        assert options.get("layer_wise", True) or all(abs(coef - 0.25) > 0.05 for coef in coefs.values())
+        how = "the sum of their changes, each times " + (
+            "0.25 (start)" if options.get("layer_wise", True) else "the coefficient of each expert"
+        )
+        key = random.fold_in(random.key(0), "adamerging")
+        rows = {
+            task: [b for whole, _ in suite.dev_batches(task) for b, _ in suite.split(whole, -(-length(whole) // 4))]
+            for task in experts
+        }
+        chosen = {name: value for name, value in options.items() if name != "batch"}
+        wanted = adamerging(losses, suite.base, part, rows, key, **chosen).params
+    else:
+        coefs, how = dict.fromkeys(experts, 0.5), "the mean of their changes"
+        key = random.fold_in(random.key(0), "statistics")
+        rows = {task: batches_of(suite, task, "train", 8, random.fold_in(key, task)) for task in experts}
+        rows = {task: without_padding(suite, task, own) for task, own in rows.items()}
+        wanted = reg_mean_plus(losses, suite.base, part, rows)
+    pooler = [path for path in base if "pooler" in path]
+    for path in pooler:
+        change = sum(coef * (experts[task][path] - base[path]) for task, coef in coefs.items())
+        torch.testing.assert_close(found[path], base[path] + change)
+        assert change.abs().max() > 0.01
+    for path, leaf in wanted.items():
+        if "key.bias" not in path:  # its gradient is rounding, whose sign Adam follows
+            torch.testing.assert_close(found[path], leaf)
+    frozen = base.keys() - suite.base.keys() - {*pooler}
+    assert all(torch.equal(found[path], base[path]) for path in frozen)
+    assert note == (
+        f"note: suite 'short_text' does not train {len(frozen) + 2} parameters of base: those that experts changed "
+        f"('pooler.dense.bias', 'pooler.dense.weight') take {how}, the others stay base's"
+    )
+    merged = {path: found[path] for path in suite.base}
+    assert manifest["dev"] == {task: suite.score(merged, task, "dev") for task in experts}
+
+
+def test_a_leaf_that_a_whole_model_ties_to_a_trained_one_stays_its_copy(folders, load, tmp_path):
+    from transformers import AutoTokenizer, BertForMaskedLM
+
+    model = BertForMaskedLM.from_pretrained(folders / "model")
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(folders / "model").save_pretrained(tmp_path / "model")
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    name, tied = "bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"
+    stored[tied] = stored[name].clone()
+    save_file(stored, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    suite = load(model=str(tmp_path / "model"), train_layers=None)
+    base = whole_base(suite)
+    part = suite_part(suite, base)
+    own, others = moved(suite.base), {path: leaf + 1 for path, leaf in base.items()}
+    assert tied in base
+    found = part.whole(own, others)
+    assert torch.equal(found[tied], own["embeddings.word_embeddings.weight"])
+    assert part.changed_beside([part.whole(own, base)]) == []
+    assert checkpoint.same(part.of(found), own)
+    rest = found.keys() - {tied} - {f"bert.{path}" for path in own}
+    assert rest
+    assert all(torch.equal(found[path], others[path]) for path in rest)
+    untied = part.whole(own, {**others, tied: others[tied] + 1})
+    assert torch.equal(untied[tied], others[tied] + 1)
 
 
 @pytest.mark.parametrize("mode", ["mean_tokens", "cls_token"])

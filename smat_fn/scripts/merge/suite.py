@@ -63,7 +63,9 @@ def suite_and_part(
             if task not in suite.tasks
         ]
     )
-    scores_whole = whole and not recipes and "model" in suite.recipe and suite.base.keys() != inputs.base.keys()
+    # merge.py export wrote experts of train.py as whole models
+    whole = whole and all(manifest.get("kind") == "exported" for manifest in inputs.manifests.values() if manifest)
+    scores_whole = whole and "model" in suite.recipe and suite.base.keys() != inputs.base.keys()
     part = suite_part(suite, inputs.base) if scores_whole else None
     trained = inputs.base if part is None else part.of(inputs.base)
     if not checkpoint.same(suite.base, trained):
