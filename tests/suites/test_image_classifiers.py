@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from smat_fn import random
+from smat_fn import checkpoint, random
 from smat_fn.data import pixels
 from smat_fn.data.rows import load_rows
 from smat_fn.evaluate.metrics import accuracy
@@ -96,6 +96,13 @@ def test_a_whole_model_may_have_another_head_than_base(suite):
     part = suite_part(suite, base)
     assert part.view.leaves.keys() - set(part.read) == {"classifier.weight", "classifier.bias"}
     part.check("expert", {**base, "classifier.weight": base["classifier.weight"] + 1})
+    other = {path: leaf + 1 for path, leaf in base.items()}
+    found = part.whole(part.of(other), base)  # under the names that the file has
+    own_head = [path for path in base if path.startswith("classifier.")]
+    assert part.naming is not None
+    assert checkpoint.same(found, other | {path: base[path] for path in own_head})
+    assert part.changed_beside([base, other]) == own_head
+    assert part.changed_beside([found]) == []
 
 
 def test_features_are_what_the_models_own_head_gets(folders):

@@ -248,7 +248,7 @@ class ByData:
     """Folder that train.py wrote: its base and all its experts."""
     base: Annotated[Path | None, NONE] = None
     """Base checkpoint, with --experts instead of --run: a folder, or a hub name."""
-    experts: Annotated[tuple[Path, ...], arg(metavar="TASK=EXPERT", help_behavior_hint="(default: none)")] = ()
+    experts: Annotated[tuple[Path, ...], arg(metavar="[TASK=EXPERT ...]", help_behavior_hint="(default: none)")] = ()
     """Expert checkpoints or LoRA adapters, with --base instead of --run: folders or hub names, named by their tasks."""
     out: Path
     """Folder for the merged model, which becomes --out/MERGER."""
