@@ -38,8 +38,22 @@ def diagonal_fisher(loss_fn: LossFn, params: Params, rows: Iterable[Micro]) -> L
 
     Source: Matena and Raffel, "Merging models with Fisher-weighted averaging", 2022, equation (6).
     """
-    at = value_and_grad(loss_fn, engine="autograd" if isinstance(loss_fn, ModuleLoss) else "func")
     total = {path: torch.zeros_like(leaf, dtype=torch.float32) for path, leaf in tree.flatten(params).items()}
+    count = 0
+    for count, (grads, weight) in enumerate(row_gradients(loss_fn, params, rows), 1):
+        for path, grad in grads.items():
+            total[path] += (grad.float() * weight).square_()
+    found = {path: leaf / count for path, leaf in total.items()}
+    tree.check_finite(found, "the Fisher matrix")
+    return found
+
+
+def row_gradients(loss_fn: LossFn, params: Params, rows: Iterable[Micro]) -> Iterator[tuple[Leaves, float]]:
+    """The gradients of rows one after another, by parameter name, with the rows' weights.
+
+    Raises: ValueError for rows that are not `Micro`, and where there are none.
+    """
+    at = value_and_grad(loss_fn, engine="autograd" if isinstance(loss_fn, ModuleLoss) else "func")
     count = 0
     for count, row in enumerate(rows, 1):
         if not isinstance(row, Micro):  # a pair of inputs and labels would be taken for a batch and its weight
@@ -47,15 +61,9 @@ def diagonal_fisher(loss_fn: LossFn, params: Params, rows: Iterable[Micro]) -> L
                 f"row {count - 1} is a {type(row).__name__}: give Micro(batch, weight) of one row each, as "
                 "smat_fn.data.batching.split_rows(batch, rows) does"
             )
-        batch, weight = row
-        grads: Leaves = tree.flatten(at(params, batch)[1])
-        for path, grad in grads.items():
-            total[path] += (grad.float() * weight).square_()
+        yield tree.flatten(at(params, row.batch)[1]), row.weight
     if not count:
         raise ValueError("no rows: give at least one")
-    found = {path: leaf / count for path, leaf in total.items()}
-    tree.check_finite(found, "the Fisher matrix")
-    return found
 
 
 def drawn_labels(loss_fn: LossFn, params: Params, batch: Batch, key: Tensor) -> Batch:

@@ -7,9 +7,9 @@ import torch
 
 from .. import tree
 from ..errors import problems_of
-from ..grad import ModuleLoss, value_and_grad
 from ..merge.parts.inputs import Leaves, coef_problems
 from ..merge.parts.vectors import applied
+from ..merge.statistics import row_gradients
 from ..types import LossFn, Micro, Params
 from .changes import changes
 
@@ -67,19 +67,9 @@ def descent_signs(loss_fn: LossFn, new: Params, rows: Iterable[Micro], *, vote: 
     """
     if vote not in get_args(Vote):
         raise ValueError(f"vote is {vote!r}, choose mean or majority")
-    at = value_and_grad(loss_fn, engine="autograd" if isinstance(loss_fn, ModuleLoss) else "func")
     total = {path: torch.zeros_like(leaf, dtype=torch.float32) for path, leaf in tree.flatten(new).items()}
-    count = 0
-    for count, row in enumerate(rows, 1):
-        if not isinstance(row, Micro):  # a pair of inputs and labels would be taken for a batch and its weight
-            raise ValueError(
-                f"row {count - 1} is a {type(row).__name__}: give Micro(batch, weight), as "
-                "smat_fn.data.batching.split_rows(batch, rows) does"
-            )
-        grads: Leaves = tree.flatten(at(new, row.batch)[1])
+    for grads, weight in row_gradients(loss_fn, new, rows):
         for path, grad in grads.items():
-            total[path] -= grad.float().sign() if vote == "majority" else grad.float() * row.weight
-    if not count:
-        raise ValueError("no rows: give at least one")
+            total[path] -= grad.float().sign() if vote == "majority" else grad.float() * weight
     tree.check_finite(total, "the gradient")
     return {path: leaf.sign().to(torch.int8) for path, leaf in total.items()}
