@@ -40,7 +40,8 @@ def diagonal_fisher(loss_fn: LossFn, params: Params, rows: Iterable[Micro]) -> L
     """
     total = {path: torch.zeros_like(leaf, dtype=torch.float32) for path, leaf in tree.flatten(params).items()}
     count = 0
-    for count, (grads, weight) in enumerate(row_gradients(loss_fn, params, rows), 1):
+    for grads, weight in row_gradients(loss_fn, params, rows):
+        count += 1
         for path, grad in grads.items():
             total[path] += (grad.float() * weight).square_()
     found = {path: leaf / count for path, leaf in total.items()}
