@@ -1,5 +1,6 @@
 """Theseus: an expert's change in the coordinates of the new base's layers, by orthogonal maps between activations."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -18,6 +19,8 @@ from ..types import Batch, LossFn, Params
 from .changes import changes
 
 Others = Literal["zero", "add"]
+# layers whose channels are not the last axis
+_CHANNELS_FIRST = nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.GroupNorm
 _KEPT = 1e-9  # of the norm of a cross-covariance, over its size, on the diagonal: what no row shows is not rotated
 
 
@@ -117,7 +120,8 @@ def alignments(
     """T = argmin ‖X_old T − X_new‖ over orthogonal T, X the inputs and the outputs of every layer on the same rows.
 
     T = U Vᵀ of the singular value decomposition X_oldᵀ X_new = U S Vᵀ. Between layers of equal width what no row shows
-    keeps its direction. Layers are linear ones, embeddings and those with vectors as long as their outputs (norms).
+    keeps its direction. Layers are linear ones, embeddings and those with vectors as long as their outputs (norms); all
+    have channels in the last axis.
 
     Args:
         loss_old: a `ModuleLoss` of a task at the old base.
@@ -166,10 +170,11 @@ def alignments(
 
 
 def _layers(module: nn.Module, params: Params) -> dict[str, nn.Module]:
-    """The modules that have parameters of their own among these."""
+    """The modules that have parameters of their own among these, and channels in the last axis."""
     return {
         name: layer
         for name, layer in module.named_modules()
+        if not isinstance(layer, _CHANNELS_FIRST) and getattr(layer, "data_format", "") != "channels_first"
         if any(_path(name, own) in params for own, _ in layer.named_parameters(recurse=False))
     }
 
@@ -186,10 +191,12 @@ def _activations(
     modules = dict(loss.module.named_modules())
 
     def hook_of(name: str) -> Any:
-        def hook(_: nn.Module, args: Any, named: Any, output: Any) -> None:
+        def hook(layer: nn.Module, args: Any, named: Any, output: Any) -> None:
             given = args[0] if args else next(iter(named.values()), None)
+            # of a module with layers in it, an output of four axes may be an image
+            most = 3 if next(layer.children(), None) else math.inf
             for side, value in (("in", given), ("out", output)):
-                if isinstance(value, Tensor) and value.is_floating_point() and value.ndim:
+                if isinstance(value, Tensor) and value.is_floating_point() and 0 < value.ndim <= most:
                     found.setdefault((name, side), []).append(unpadded(value.detach(), batch))
 
         return hook

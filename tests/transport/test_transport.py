@@ -189,6 +189,42 @@ def test_theseus_moves_to_wider_layers(old):
         theseus(new, old, expert, {}, others="add")
 
 
+class Pictures(nn.Module):
+    """As many channels as columns: a layer's last axis is as long as its bias, and holds columns."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.patches, self.norm, self.inner = nn.Conv2d(3, width, 1), nn.BatchNorm2d(width), Scaled(width)
+        self.eval()
+
+    def forward(self, images):
+        return self.inner(self.norm(self.patches(images)))
+
+
+class Scaled(nn.Module):
+    """A vector over channels, after a linear layer over the last axis."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.scale, self.up = nn.Parameter(torch.ones(width)), nn.Linear(width, width)
+
+    def forward(self, features):
+        return self.up(features.movedim(1, -1)).movedim(-1, 1) * self.scale[:, None, None]
+
+
+def test_channels_before_the_last_axis_have_no_maps():
+    mean = lambda module, batch: (module(batch).mean(), {})  # noqa: E731
+    first, second, wide = Pictures(4), Pictures(4), Pictures(6)
+    old, batch = leaves(first), normal(5, 3, 4, 4)
+    loss = ModuleLoss(first, mean)
+    for other in (second, wide):
+        maps = turns(loss, old, ModuleLoss(other, mean), leaves(other), [batch])
+        assert maps.keys() == {"inner.up.weight", "inner.up.bias"}
+        expert, new = moved_by(old), leaves(other)
+        moved = theseus(new, old, expert, maps)
+        assert {path for path, leaf in moved.items() if not torch.equal(leaf, new[path])} == {*maps}
+
+
 def test_bad_input_is_refused(old):
     new, expert = moved_by(old), moved_by(old)
     signs = {path: torch.ones_like(leaf) for path, leaf in old.items()}
