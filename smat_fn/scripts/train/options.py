@@ -122,6 +122,8 @@ def _existing(method: MethodConfig, training: Training, run: RunOptions, path: P
     found = problems_of(checkpoint.refuse_existing, path, overwrite=run.overwrite)
     if run.overwrite or not (stored := manifest_of(path)):
         return found
+    if "transport" in stored:
+        return [f"{path} was moved by merge.py transport, not trained: pass another --out, or --overwrite"]
     own = settings(method)
     # epochs count steps, and sigma is found, when the suite is loaded
     open_ = {"epochs", *(("steps",) if training.steps is None else ()), *(x for x, v in own.items() if v == "auto")}

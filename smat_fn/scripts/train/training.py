@@ -461,6 +461,9 @@ def _check_resumed(run: RunOptions, experts: Sequence[Expert], report: Callable[
         found = checkpoint.load_manifest(path) if ended else None if last is None else last.settings
         if found is None:
             continue
+        if "transport" in found:
+            damaged.append(f"{path} was moved by merge.py transport, not trained: choose another --out, or --overwrite")
+            continue
         damaged += problems_of(check_weights, path, found) if ended else []
         if (of := found.get("task") if ended else last and last.task) not in (None, task):
             file = path if ended else snapshots.path_of(out, task)

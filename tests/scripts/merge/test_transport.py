@@ -4,6 +4,7 @@ import pytest
 
 from smat_fn import checkpoint, random
 from smat_fn.checkpoint import same
+from smat_fn.config import Finetune, Training
 from smat_fn.data.batching import split_rows
 from smat_fn.merge import ta
 from smat_fn.scripts.merge.inputs import all_inputs, find_inputs, load_inputs
@@ -11,10 +12,12 @@ from smat_fn.scripts.merge.settings import Transport
 from smat_fn.scripts.merge.statistics import batches_of
 from smat_fn.scripts.merge.suite import common_suite
 from smat_fn.scripts.merge.transport import transport
+from smat_fn.scripts.train.options import RunOptions, check_run
 from smat_fn.suites import load_suite
 from smat_fn.transport import alignments, descent_signs, gradfix, theseus
 
 OTHER = {"pretrain_steps": 12}
+SIX = Training(steps=6, lr=5e-4)
 TASKS = "mirror", "negative", "rot90", "stripes"
 
 
@@ -105,6 +108,14 @@ def test_finished_experts_are_kept_and_others_are_not_replaced(runs, tmp_path):
     file.write_bytes(file.read_bytes()[:-1] + b"\x01")
     with pytest.raises(ValueError, match="rot90"):
         moved(runs, tmp_path, coefs=(0.5,))
+
+
+def test_training_takes_no_moved_expert_for_one_of_its_own(runs, train, new, tmp_path):
+    moved(runs, tmp_path, label="FT")
+    with pytest.raises(ValueError, match=r"rot90 was moved by merge.py transport, not trained: choose another --out"):
+        train(tmp_path, "ft", suite=new, resume=True)
+    with pytest.raises(ValueError, match=r"rot90 was moved by merge.py transport, not trained: pass another --out"):
+        check_run(Finetune(), SIX, RunOptions(tmp_path, ("rot90",), 21), known=TASKS)
 
 
 def test_bad_input_is_refused_before_anything_is_written(runs, tmp_path):
