@@ -25,6 +25,7 @@ WEIGHTS, INDEX, MANIFEST = "model.safetensors", "model.safetensors.index.json", 
 BASE = "base"  # the folder of the base beside its experts
 SNAPSHOTS = "snapshots"  # beside them too: NUMBER/TASK, parameters of earlier steps
 REPLACED = ".replaced"  # ends the name of a file that names an expert which --overwrite has yet to replace
+MOVING = ".moving"  # ends the name of a file for a task whose expert merge.py transport has yet to write
 SOURCES = "sources.json"  # of a merge: where its inputs lie on this machine; not to be published
 RECIPE = "recipe.yml"  # of a merge: what merge.py repeats it from
 _AGAIN = "train or merge it again with --overwrite"

@@ -274,15 +274,21 @@ def test_what_does_not_fit_is_told_in_one_line_before_training(inputs, exits, tm
 @pytest.mark.slow
 def test_experts_move_to_a_wider_model(inputs, exits, tmp_path, capsys):
     example = runpy.run_path(str(ROOT / "examples/trace_tiny.py"))
-    texts = example["row_texts"](inputs / "rows", TASKS)
+    texts = list(example["row_texts"](inputs / "rows", TASKS))
     example["write_model"](tmp_path / "wide", texts, vocabulary=300, width=32, layers=1, seed=1)
+    backwards = [text[::-1] for text in texts]
+    example["write_model"](tmp_path / "other", backwards, vocabulary=300, width=16, layers=1, seed=1)
     cpu = ("--suite-options", "device", "cpu")
     words = ("--preset", "lm", "--model", inputs / "model", "--data", inputs / "rows", "--steps", "2")
     assert exits("train.py", "ft", *words, "--precision", "fp32", "--out", tmp_path / "run", *cpu) is None
     move = ("transport", "--run", tmp_path / "run", "--model", tmp_path / "wide", "--rows", "4")
     refused = exits("merge.py", *move, "--out", tmp_path / "moved")
-    assert "add does not move to other shapes: theseus alone moves to other widths" in refused
+    assert "theseus alone moves to other shapes: pass --method theseus" in refused
     assert not (tmp_path / "moved").exists()
+    other = ("transport", "--run", tmp_path / "run", "--model", tmp_path / "other", "--out", tmp_path / "moved_other")
+    assert exits("merge.py", *other) is None
+    assert "differently from the old base, e.g. " in (out := capsys.readouterr().out)
+    assert "changes of embeddings are moved by number\n" in out
     assert exits("merge.py", *move, "--method", "theseus", "--out", tmp_path / "moved") is None
     assert f"moved: {tmp_path / 'moved' / 'MeetingBank'}, coefficient 1" in capsys.readouterr().out
     base, expert = (checkpoint.load_leaves(tmp_path / "moved" / name)[0] for name in ("base", "MeetingBank"))

@@ -218,7 +218,7 @@ def test_channels_before_the_last_axis_have_no_maps():
     old, batch = leaves(first), normal(5, 3, 4, 4)
     loss = ModuleLoss(first, mean)
     for other in (second, wide):
-        maps = turns(loss, old, ModuleLoss(other, mean), leaves(other), [batch])
+        maps = alignments(loss, old, ModuleLoss(other, mean), leaves(other), [batch])
         assert maps.keys() == {"inner.up.weight", "inner.up.bias"}
         expert, new = moved_by(old), leaves(other)
         moved = theseus(new, old, expert, maps)

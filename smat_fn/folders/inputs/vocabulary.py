@@ -170,8 +170,11 @@ def equal_leaves(folder: Folder, left: str, right: str, *, other: Folder | None 
     )
 
 
-def tokenizer_notes(base: Path, experts: Mapping[str, Path], *, of: str = "base") -> Iterator[str]:
-    """A sentence for every expert whose tokenizer numbers tokens differently; one without a tokenizer has base's."""
+def tokenizer_notes(base: Path, experts: Mapping[str, Path], *, of: str = "base", so: str = "") -> Iterator[str]:
+    """A sentence for every expert whose tokenizer numbers tokens differently; one without a tokenizer has base's.
+
+    Args: so: what follows from it (default: the merged model has base's tokenizer).
+    """
     for label, path in experts.items():
         for file in _TOKENIZERS:
             both = [folder / file for folder in (base, path)]
@@ -190,7 +193,7 @@ def tokenizer_notes(base: Path, experts: Mapping[str, Path], *, of: str = "base"
                 else:
                     numbers = f"({left.get(first)} in {of}, {right.get(first)} there)"
                     said = f"numbers {count} differently from {of}, e.g. {first!r} {numbers}"
-                yield f"{label} {said}: the merged model has {of}'s tokenizer"
+                yield f"{label} {said}: " + (so or f"the merged model has {of}'s tokenizer")
             else:
                 continue
             break

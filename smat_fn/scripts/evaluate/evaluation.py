@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ... import checkpoint, errors, lora, machine, tree
+from ...checkpoint import MOVING
 from ...errors import problems_of
 from ...evaluate import Records, Result, Scorer, score_bar, score_models, write_results
 from ...evaluate.records import ANSWERS, SCORES
@@ -78,11 +79,12 @@ def find_checkpoints(paths: Sequence[Path]) -> list[Path]:
 
 
 def lacking_experts(paths: Sequence[Path]) -> list[str]:
-    """Notes on tasks of runs in these folders that are not scored: a log or an empty folder is there, but no expert."""
+    """Notes on tasks of runs in these folders that are not scored: what a run began is there, but no expert."""
     notes = []
     for path in (path for path in paths if path.is_dir()):
         logs = {log.parent / log.name.removesuffix(".log.jsonl") for log in checkpoint.files_below(path, "*.log.jsonl")}
         runs = {path, *(expert.parent for expert in logs)}
+        logs |= {run / mark.name[1:].removesuffix(MOVING) for run in runs for mark in run.glob(f".*{MOVING}")}
         empty = {place for run in runs for place in run.iterdir() if place.is_dir() and not any(place.iterdir())}
         lacking = {place for place in logs | empty if not manifest_of(place) and not place.name.startswith(".")}
         notes += [f"{place} holds no finished expert: it is not scored" for place in sorted(lacking)]

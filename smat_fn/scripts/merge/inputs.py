@@ -89,8 +89,12 @@ def find_inputs(run: Path) -> tuple[Path, list[Path]]:
 
 
 def all_inputs(run: Path) -> tuple[Path, list[Path]]:
-    """`find_inputs` of a run to merge. Raises: ValueError as it does, and for tasks whose training has not ended."""
+    """`find_inputs` of a run to merge.
+
+    Raises: ValueError as it does, and for tasks whose training has not ended, or which `transport` has yet to move.
+    """
     base, experts = find_inputs(run)
+    errors.raise_problems(_unmoved(run, base.parent))
     out, ended = base.parent, {expert.name for expert in experts}
     logs = {log.name.removesuffix(".log.jsonl"): log for log in sorted(out.glob("*.log.jsonl"))}
     begun = {task: log for task, log in logs.items() if task not in ended}
@@ -111,15 +115,34 @@ def all_inputs(run: Path) -> tuple[Path, list[Path]]:
     return base, experts
 
 
+def moving(expert: Path) -> Path:
+    """The file that is there until `transport` has written an expert."""
+    return expert.parent / f".{expert.name}{checkpoint.MOVING}"
+
+
+def _unmoved(run: Path, out: Path) -> list[str]:
+    """The error for a run whose experts an interrupted merge.py transport has yet to move."""
+    marks = sorted(out.glob(f".*{checkpoint.MOVING}"))
+    tasks, files = ", ".join(m.name[1:].removesuffix(checkpoint.MOVING) for m in marks), ", ".join(map(str, marks))
+    text = f"{run} has yet to get the experts of {tasks} from an interrupted merge.py transport: rerun it, or delete"
+    return [f"{text} {files} to take the run as it is"] if marks else []
+
+
 def is_free(folder: Path) -> bool:
     """Whether nothing is in the place of an expert but, at most, an empty folder."""
     return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
 
 
 def unreplaced(experts: Iterable[Path]) -> list[str]:
-    """Errors for experts that an interrupted --overwrite of train.py has yet to replace."""
+    """Errors for experts that an interrupted --overwrite of train.py or merge.py transport has yet to replace."""
     marks = {expert: expert.parent / f".{expert.name}{checkpoint.REPLACED}" for expert in experts}
-    return [
+    unmoved = [
+        f"{expert} is the expert that an interrupted merge.py transport has yet to replace: rerun it, or delete "
+        f"{moving(expert)} to keep the old one"
+        for expert in marks
+        if moving(expert).exists()
+    ]
+    return unmoved + [
         f"{expert} is the expert that an interrupted --overwrite has yet to replace: end the training by "
         f"train.py ... --resume, or delete {mark} to keep the old one"
         for expert, mark in marks.items()

@@ -111,7 +111,7 @@ def _suite_problems(
         f"expert {task!r} is of another suite than the first ({', '.join(differ)}): --data and --suite-options set one "
         "for all"
         for task, r in recipes.items()
-        if r and first and (differ := _unlike({**first, **options}, {**r, **options}, task))
+        if r and first and (differ := unlike({**first, **options}, {**r, **options}, task))
     ]
     if first is None and not recipes:
         preset = "--preset lm, text or images with --data DATA, and name each expert after its task, TASK=FOLDER"
@@ -119,7 +119,7 @@ def _suite_problems(
     return problems
 
 
-def _unlike(first: Mapping[str, Any], other: Mapping[str, Any], task: str) -> list[str]:
+def unlike(first: Mapping[str, Any], other: Mapping[str, Any], task: str) -> list[str]:
     """The options in which two recipes of suites differ, but for tasks, and for what they say of other tasks."""
     both = {name: [value_for(task, name, r) for r in (first, other)] for name in dict.fromkeys((*first, *other))}
     return [f"{name} {b}, of the first {a}" for name, (a, b) in both.items() if name != "tasks" and a != b]

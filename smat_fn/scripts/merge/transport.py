@@ -1,5 +1,6 @@
 """Experts of a run moved to another base, as a run of its own that can be merged and scored."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,19 +11,23 @@ from ... import checkpoint, errors, random, tree
 from ...checkpoint import BASE
 from ...data.batching import split_rows
 from ...errors import problems_of
+from ...folders.inputs.hub import local_folder
+from ...folders.inputs.vocabulary import tokenizer_notes
 from ...merge import apply_vector, choose, task_vector
 from ...merge.parts.inputs import coef_problems
 from ...suites import Suite, describe_options, load_suite
 from ...transport import alignments, descent_signs, gradfix, theseus
 from .. import outcome
 from ..cli import with_named
-from .inputs import Inputs, all_inputs, check_weights, load_inputs, manifest_of
+from .inputs import Inputs, all_inputs, check_weights, load_inputs, manifest_of, moving
 from .settings import Transport
 from .statistics import batches_of, digest, length, without_padding
-from .suite import common_suite
+from .suite import common_suite, unlike
 
 # facts of an expert that hold for the moved one too; its cost, curves and probes are of the old base
 KEPT = "method", "hyperparameters", "training", "seed", "preset", "sigma_from"
+_OTHER_SHAPES = "theseus alone moves to other shapes: pass --method theseus, or another --model"
+_OTHER_LAYERS = "no method moves to other layers: pass another --model"
 Params = dict[str, Tensor]
 
 
@@ -35,26 +40,31 @@ def transport(asked: Transport) -> Iterator[str]:
     inputs = load_inputs(*all_inputs(asked.run))
     old = common_suite(inputs, {})
     new = _other_suite(old, asked)
-    about = checkpoint.describe(new.base, kind="base", suite=dict(new.recipe))
+    about = checkpoint.describe(new.base, kind="base", suite=json.loads(json.dumps(new.recipe)))
     facts = {task: _facts(asked, inputs, task) for task in inputs.experts}
     places = {task: asked.out / task for task in facts}
-    finished = [task for task in facts if not asked.overwrite and _is_finished(places[task], facts[task], about)]
-    has_base = manifest_of(asked.out / BASE).get("fingerprint") == about["fingerprint"]
+    finished = [task for task in facts if _is_finished(asked, places[task], facts[task], about)]
+    has_base = _is_same(manifest_of(asked.out / BASE), about)
     others = [*([] if has_base else [asked.out / BASE]), *(places[task] for task in facts if task not in finished)]
     errors.raise_problems(
         [text for path in others for text in problems_of(checkpoint.refuse_existing, path, overwrite=asked.overwrite)]
     )
     if not has_base:
         checkpoint.save_expert(asked.out / BASE, new.base, about, overwrite=asked.overwrite)
+    for task in (task for task in facts if task not in finished):
+        checkpoint.write_text(moving(places[task]), "")
+    yield from (f"note: {text}" for text in _token_notes(old, new))
     for task, expert in inputs.experts.items():
         outcome.add("moved", {"folder": places[task], "kept": task in finished})
         if task in finished:
+            moving(places[task]).unlink(missing_ok=True)
             yield f"kept: {places[task]}: already finished"
             continue
         move, data = _mover(asked, old, new, task, expert)
         params, found = _chosen(asked, new, task, move)
         manifest = _manifest(asked, inputs.manifests[task], new, params, about, facts[task] | data | found)
         checkpoint.save_expert(places[task], params, manifest | {"task": task}, overwrite=asked.overwrite, hashed=True)
+        moving(places[task]).unlink()
         yield f"moved: {places[task]}, coefficient {found['coef']:g}" + _scores(found)
 
 
@@ -63,6 +73,7 @@ def _problems(asked: Transport) -> list[str]:
     problems = [f"rows is {asked.rows}, must be at least 1"] if asked.rows < 1 else []
     problems += [] if asked.coefs else ["coefs is empty: give at least one"]
     problems += [text for coef in asked.coefs for text in coef_problems(coef, "coefs")]
+    problems += [f"coefs are {list(asked.coefs)}: name each once"] if len({*asked.coefs}) < len(asked.coefs) else []
     if not (asked.model or asked.suite_options):
         problems.append("nothing says which base is the new one: pass --model NEW, or --suite-options")
     if fixed := [name for name in ("name", "seed") if name in asked.suite_options]:
@@ -82,26 +93,43 @@ def _other_suite(old: Suite, asked: Transport) -> Suite:
         problems.append(f"the new base has the weights of the old one, {asked.run / BASE}: there is nothing to move")
     found = problems_of(lambda: tree.check_same(old.base, "the old base", **{"the new base": new.base}))
     if found and (asked.method != "theseus" or old.base.keys() != new.base.keys()):
-        way = "theseus alone moves to other widths, and no method to other layers"
-        problems += [*found, f"{asked.method} does not move to other shapes: {way}"]
+        problems += [*found, _OTHER_SHAPES if old.base.keys() == new.base.keys() else _OTHER_LAYERS]
     errors.raise_problems(problems)
     return new
 
 
+def _token_notes(old: Suite, new: Suite) -> Iterator[str]:
+    """The note on bases of texts whose tokenizers differ: embeddings of equal shapes would be those of other tokens."""
+    names = [suite.recipe.get("model") for suite in (old, new)]
+    if old.name != "clip8" and all(names):  # images see no tokens
+        before, after = (local_folder("the base", Path(str(name))) for name in names)
+        so = "changes of embeddings are moved by number"
+        yield from tokenizer_notes(before, {"the new base": after}, of="the old base", so=so)
+
+
 def _facts(asked: Transport, inputs: Inputs, task: str) -> dict[str, Any]:
     """The settings and the origin of a moved expert."""
-    facts = {"method": asked.method, "coefs": list(asked.coefs), "from": inputs.manifests[task].get("fingerprint")}
+    facts = {"method": asked.method, "coefs": sorted(asked.coefs), "from": inputs.manifests[task].get("fingerprint")}
     if asked.method != "add":
         facts |= {"rows": asked.rows, "split": asked.split, "seed": asked.seed}
     return facts | ({"vote": asked.vote} if asked.method == "gradfix" else {})
 
 
-def _is_finished(folder: Path, facts: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
-    """Whether a folder has the expert that these facts give. Raises: ValueError where its weights are damaged."""
-    manifest = manifest_of(folder)
+def _is_same(base: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
+    """Whether a base is the new one, of a suite with the same options."""
+    same = base.get("fingerprint") == about["fingerprint"]
+    return same and not unlike(about["suite"], base.get("suite") or {}, "")
+
+
+def _is_finished(asked: Transport, folder: Path, facts: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
+    """Whether a folder has the expert that these facts give, which stays. Raises: ValueError for damaged weights."""
+    manifest = {} if asked.overwrite else manifest_of(folder)
     own = manifest.get("transport") or {}
     same = all(own.get(name) == value for name, value in facts.items())
+    same = same and asked.label in (None, "", manifest.get("label"))
     if not (own and same and manifest.get("base_fingerprint") == about["fingerprint"]):
+        return False
+    if unlike(about["suite"], manifest.get("suite") or {}, manifest["task"]):
         return False
     check_weights(folder, manifest)
     return True
@@ -136,7 +164,7 @@ def _chosen(asked: Transport, new: Suite, task: str, move: Callable[[float], Par
     """The moved expert with the best coefficient, and how it was found."""
     if len(asked.coefs) == 1:
         return move(asked.coefs[0]), {"coef": asked.coefs[0]}
-    found = choose(asked.coefs, lambda coef: new.score(move(coef), task, "dev"))
+    found = choose(sorted(asked.coefs), lambda coef: new.score(move(coef), task, "dev"))
     curve = [list(pair) for pair in found.curve]
     return move(found.best), {"coef": found.best, "dev_curve": curve, "base_dev": new.score(new.base, task, "dev")}
 

@@ -1,5 +1,7 @@
 """Experts of a run moved to another base: the pure functions, a run that merges and scores, and what is refused."""
 
+from dataclasses import replace
+
 import pytest
 
 from smat_fn import checkpoint, random
@@ -7,6 +9,7 @@ from smat_fn.checkpoint import same
 from smat_fn.config import Finetune, Training
 from smat_fn.data.batching import split_rows
 from smat_fn.merge import ta
+from smat_fn.scripts.evaluate import evaluation
 from smat_fn.scripts.merge.inputs import all_inputs, find_inputs, load_inputs
 from smat_fn.scripts.merge.settings import Transport
 from smat_fn.scripts.merge.statistics import batches_of
@@ -110,6 +113,39 @@ def test_finished_experts_are_kept_and_others_are_not_replaced(runs, tmp_path):
         moved(runs, tmp_path, coefs=(0.5,))
 
 
+def test_another_label_or_suite_is_not_finished(runs, tmp_path):
+    moved(runs, tmp_path, coefs=(1.0, 0.5))
+    before = checkpoint.load_manifest(tmp_path / "rot90")
+    assert before["transport"]["coefs"] == [0.5, 1.0]
+    assert all(line.startswith("kept: ") for line in moved(runs, tmp_path, coefs=(0.5, 1.0)))
+    with pytest.raises(ValueError, match="rot90 exists"):
+        moved(runs, tmp_path, coefs=(0.5, 1.0), label="other")
+    asked = Transport(runs["ft"], tmp_path, suite_options=OTHER | {"batch_size": 8}, coefs=(0.5, 1.0))
+    with pytest.raises(ValueError, match=r"base exists[\s\S]*rot90 exists"):
+        list(transport(asked))
+    list(transport(replace(asked, overwrite=True)))
+    assert all(checkpoint.load_manifest(tmp_path / name)["suite"]["batch_size"] == 8 for name in ("base", *TASKS))
+
+
+def test_an_interrupted_run_is_not_merged_before_it_is_ended(runs, tmp_path):
+    lines = transport(Transport(runs["ft"], tmp_path, suite_options=OTHER))
+    next(lines)
+    next(lines)
+    lines.close()
+    with pytest.raises(ValueError, match=r"yet to get the experts of rot90, stripes .*: rerun it, or delete .*rot90"):
+        all_inputs(tmp_path)
+    assert evaluation.lacking_experts([tmp_path]) == [
+        f"{tmp_path / task} holds no finished expert: it is not scored" for task in TASKS[2:]
+    ]
+    assert moved(runs, tmp_path)[:2] == [f"kept: {tmp_path / task}: already finished" for task in TASKS[:2]]
+    assert len(all_inputs(tmp_path)[1]) == 4
+    next(transport(Transport(runs["ft"], tmp_path, suite_options=OTHER, coefs=(0.5,), overwrite=True)))
+    with pytest.raises(ValueError, match=r"stripes is the expert .* transport has yet to replace: rerun it"):
+        evaluation.evaluate([tmp_path / task for task in TASKS])
+    with pytest.raises(ValueError, match="yet to get the experts of negative, rot90, stripes"):
+        all_inputs(tmp_path)
+
+
 def test_training_takes_no_moved_expert_for_one_of_its_own(runs, train, new, tmp_path):
     moved(runs, tmp_path, label="FT")
     with pytest.raises(ValueError, match=r"rot90 was moved by merge.py transport, not trained: choose another --out"):
@@ -124,6 +160,8 @@ def test_bad_input_is_refused_before_anything_is_written(runs, tmp_path):
     assert "coefs is nan, must be finite" in str(error.value)
     assert "nothing says which base is the new one: pass --model NEW" in str(error.value)
     assert "--out and --run are both" in str(error.value)
+    with pytest.raises(ValueError, match=r"coefs are \[0.5, 1.0, 0.5\]: name each once"):
+        moved(runs, tmp_path / "out", coefs=(0.5, 1.0, 0.5))
     with pytest.raises(ValueError, match="suite 'digits' has no model to choose: leave out --model"):
         list(transport(Transport(runs["ft"], tmp_path / "out", model="NEW")))
     with pytest.raises(ValueError, match="--suite-options seed would give other tasks or splits"):
