@@ -206,11 +206,13 @@ def _of_bases(
 def _base_problems(
     manifests: Mapping[Path, Mapping[str, Any]], own: Mapping[Path, str], suites: Mapping[str, tuple[Suite, str]]
 ) -> list[str]:
-    """The error for checkpoints of one seed that have several bases, which one line cannot show."""
+    """Errors for checkpoints of one seed that have several bases, which one line cannot show, or with its label."""
     of: dict[int, dict[str, Path]] = {}
     for folder, manifest in manifests.items():
         of.setdefault(manifest["seed"], {}).setdefault(suites[own[folder]][1], folder)
-    return [
+    labelled = [str(folder) for folder, manifest in manifests.items() if manifest["label"] == BASE]
+    taken = [f"{errors.and_more(labelled)} have the label {BASE}, that of the base's line: leave out --base"]
+    return (taken if labelled else []) + [
         f"{' and '.join(map(str, found.values()))} have different bases, and seed {seed} has one line {BASE}: evaluate "
         "them one by one, or leave out --base"
         for seed, found in of.items()

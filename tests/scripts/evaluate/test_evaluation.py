@@ -93,6 +93,13 @@ def test_several_bases_have_no_line(runs, tmp_path, train, suite):
         evaluate(both, base=True)
 
 
+def test_the_label_of_the_bases_line_is_refused(tmp_path, train):
+    train(tmp_path, "ft", tasks=("rot90",), training=Training(steps=1, lr=5e-4), label="BASE")
+    assert len(evaluate([tmp_path / "rot90"])) == 1
+    with pytest.raises(ValueError, match=r"rot90 have the label BASE, that of the base's line: leave out --base"):
+        evaluate([tmp_path / "rot90"], base=True)
+
+
 def test_tasks_without_an_expert_are_named(runs, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(runs["ft"], run)
