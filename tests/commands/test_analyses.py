@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -247,6 +248,20 @@ def test_every_option_reaches_an_evaluation(monkeypatch):
         OF_SUITE,
         ({"threads": 3}, {"threads": 3}),
     ])  # fmt: skip
+
+
+def test_scores_are_written_where_an_expert_has_no_share(runs, exits, tmp_path, monkeypatch):
+    true = evaluation.evaluate
+
+    def scored(*args, **options):
+        return [replace(row, score=0.0) if row.model == "expert:rot90" else row for row in true(*args, **options)]
+
+    monkeypatch.setattr(evaluation, "evaluate", scored)
+    said = exits("eval.py", runs[0], "--relative", "--out", tmp_path / "scores")
+    assert said == "eval.py: FT, seed 21: the expert of rot90 scores 0: merged scores have no share of it"
+    written = json.loads((tmp_path / "scores" / "results.json").read_text())
+    assert "TA" in written["means"]["FT"]
+    assert "relative" not in written
 
 
 @pytest.fixture(scope="module")

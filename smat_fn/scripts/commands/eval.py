@@ -61,7 +61,7 @@ def main(args: Eval) -> None:
     import torch
 
     from smat_fn.checkpoint import write_bytes
-    from smat_fn.errors import raise_problems
+    from smat_fn.errors import collected, raise_problems
     from smat_fn.evaluate.scoring import shares_note
     from smat_fn.folders.files import identity
     from smat_fn.report.plots import check_colours, main_plot
@@ -90,8 +90,10 @@ def main(args: Eval) -> None:
     if note := shares_note(row.score for row in rows):
         outcome.line(f"note: {note}")
     show(terminal(table := main_table(rows, split=args.split)))
-    if relative := relative_table(rows, split=args.split) if args.relative else None:
-        show(terminal(relative, relative=True))
+    relative, problems = None, list[str]()
+    if args.relative:
+        with collected(problems):  # an expert may score 0: the rest is shown and written first
+            show(terminal(relative := relative_table(rows, split=args.split), relative=True))
     for row in rows:
         outcome.add("scores", vars(row))
     if args.out:
@@ -108,6 +110,7 @@ def main(args: Eval) -> None:
         outcome.add("written", args.plot)
     outcome.line(verdict := evaluation.verdict(table))
     outcome.add("verdict", verdict)
+    raise_problems(problems)
 
 
 def _implied(preset: str | None) -> dict[str, Any]:
