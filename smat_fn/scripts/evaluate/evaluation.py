@@ -241,7 +241,7 @@ def _suites(
     for folder, manifest in manifests.items():
         line = manifest["label"], model_of(manifest), manifest["seed"]
         if (other := rows_of.setdefault(line, folder)) != folder:
-            problems.append(_both(folder, other, line, manifest["kind"]))
+            problems.append(_both(folder, other, line, manifest))
         if not (found := named_by[folder]):
             problems.append(
                 f"{folder} names no suite to be scored on: pass --preset lm (language models), text (text encoders) or "
@@ -278,8 +278,10 @@ def _suites(
     return recipes, suites
 
 
-def _both(folder: Path, other: Path, line: tuple[Any, ...], kind: str) -> str:
-    way = "" if kind == "merged" else ", or rename one of them: its train.py command with --resume --label NAME"
+def _both(folder: Path, other: Path, line: tuple[Any, ...], manifest: Mapping[str, Any]) -> str:
+    moved = "transport" in manifest
+    made = "its merge.py transport command with --overwrite" if moved else "its train.py command with --resume"
+    way = "" if manifest["kind"] == "merged" else f", or rename one of them: {made} --label NAME"
     label, model, seed = line
     return f"{folder} and {other} are both {label} {model} of seed {seed}: evaluate each alone, with its own --out{way}"
 

@@ -64,7 +64,7 @@ def transport(asked: Transport) -> Iterator[str]:
         params, found = _chosen(asked, new, task, move)
         manifest = _manifest(asked, inputs.manifests[task], new, params, about, facts[task] | data | found)
         checkpoint.save_expert(places[task], params, manifest | {"task": task}, overwrite=asked.overwrite, hashed=True)
-        moving(places[task]).unlink()
+        moving(places[task]).unlink(missing_ok=True)
         yield f"moved: {places[task]}, coefficient {found['coef']:g}" + _scores(found)
 
 
@@ -80,6 +80,8 @@ def _problems(asked: Transport) -> list[str]:
         problems.append(f"--suite-options {' and '.join(fixed)} would give other tasks or splits: leave it out")
     if asked.out.resolve() == asked.run.resolve():
         problems.append(f"--out and --run are both {asked.run}: choose another folder for the moved experts")
+    if inside := [place for place in (asked.out, *asked.out.parents) if manifest_of(place)]:
+        problems.append(f"--out is {asked.out}, but {inside[0]} is a checkpoint: choose a folder outside it")
     return problems
 
 

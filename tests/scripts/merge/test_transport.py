@@ -121,6 +121,9 @@ def test_another_label_or_suite_is_not_finished(runs, tmp_path):
     with pytest.raises(ValueError, match="rot90 exists"):
         moved(runs, tmp_path, coefs=(0.5, 1.0), label="other")
     asked = Transport(runs["ft"], tmp_path, suite_options=OTHER | {"batch_size": 8}, coefs=(0.5, 1.0))
+    moved(runs, tmp_path / "two")
+    with pytest.raises(ValueError, match=r"its merge.py transport command with --overwrite --label NAME"):
+        evaluation.evaluate([tmp_path / "rot90", tmp_path / "two" / "rot90"])
     with pytest.raises(ValueError, match=r"base exists[\s\S]*rot90 exists"):
         list(transport(asked))
     list(transport(replace(asked, overwrite=True)))
@@ -166,6 +169,9 @@ def test_bad_input_is_refused_before_anything_is_written(runs, tmp_path):
         list(transport(Transport(runs["ft"], tmp_path / "out", model="NEW")))
     with pytest.raises(ValueError, match="--suite-options seed would give other tasks or splits"):
         list(transport(Transport(runs["ft"], tmp_path / "out", suite_options={"seed": 3})))
+    for place in (runs["ft"] / "rot90", runs["ft"] / "rot90" / "moved"):
+        with pytest.raises(ValueError, match=r"--out is .*, but .*rot90 is a checkpoint: choose a folder outside"):
+            moved(runs, place)
     with pytest.raises(ValueError, match="the new base has the weights of the old one"):
         list(transport(Transport(runs["ft"], tmp_path / "out", suite_options={"batch_size": 8})))
     assert not any(tmp_path.iterdir())
