@@ -27,7 +27,7 @@ from ...report.tables import MainTable, main_table, markdown
 from ...suites import Suite, load_suite
 from ...types import Params
 from ..merge.inputs import AGAIN, check_weights, incomplete, manifest_of, named, unreplaced, with_tasks_of
-from ..merge.suite import made_problems
+from ..merge.suite import made_problems, unlike
 from ..merge.whole_models import lacking_problems, own_dtype, suite_part, whole_base
 
 SCORED = "expert", "merged"  # kinds of manifests that tell the tasks; an exported model is as one of another tool
@@ -157,6 +157,7 @@ def evaluate(
         recipes.update({folder: dict(suites[recipe][0].recipe) for folder, recipe in own.items()})
     notes = [note for suite, _ in suites.values() for note in suite.notes]
     notes += _other_rows(manifests, {folder: suites[recipe][0] for folder, recipe in own.items()})
+    notes += _other_options(manifests, own, suites) if base else []
     for line in dict.fromkeys(f"note: {note}" for note in notes):
         report(line)
     rows, records = [], Records(keep)
@@ -218,6 +219,21 @@ def _base_problems(
         for seed, found in of.items()
         if len(found) > 1
     ]
+
+
+def _other_options(
+    manifests: Mapping[Path, Mapping[str, Any]], own: Mapping[Path, str], suites: Mapping[str, tuple[Suite, str]]
+) -> list[str]:
+    """Notes on checkpoints of one seed and task whose suites differ: the base is scored as the first of them."""
+    first: dict[tuple[int, str], Path] = {}
+    notes: dict[tuple[Path, Path], str] = {}
+    for folder, manifest in manifests.items():
+        for task in _tasks(manifest):
+            before = first.setdefault((manifest["seed"], task), folder)
+            one, other = (suites[own[place]][0].recipe for place in (before, folder))
+            if (differ := unlike(one, other, task)) and (before, folder) not in notes:
+                notes[before, folder] = f"line {BASE} is scored as {before}, {folder} otherwise: {', '.join(differ)}"
+    return [*notes.values()]
 
 
 def _suites(

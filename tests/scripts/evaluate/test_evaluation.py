@@ -93,6 +93,17 @@ def test_several_bases_have_no_line(runs, tmp_path, train, suite):
         evaluate(both, base=True)
 
 
+def test_a_base_with_two_ways_to_score_it_says_which(runs, tmp_path, train, suite):
+    other = suite.replace(recipe={**suite.recipe, "logit_scale": 5.0})
+    train(tmp_path, "ft", suite=other, tasks=("rot90",), training=Training(steps=1, lr=5e-4), label="OTHER")
+    both, notes = find_checkpoints([runs["ft"] / "rot90", tmp_path]), list[str]()
+    evaluate(both, report=notes.append)
+    assert notes == []
+    evaluate(both, base=True, report=notes.append)
+    told = f"{runs['ft'] / 'rot90'}, {tmp_path / 'rot90'} otherwise: logit_scale 5.0, of the first 20.0"
+    assert notes == [f"note: line BASE is scored as {told}"]
+
+
 def test_the_label_of_the_bases_line_is_refused(tmp_path, train):
     train(tmp_path, "ft", tasks=("rot90",), training=Training(steps=1, lr=5e-4), label="BASE")
     assert len(evaluate([tmp_path / "rot90"])) == 1
