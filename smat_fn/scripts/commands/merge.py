@@ -13,9 +13,9 @@
 
 `merge.py ties --help` explains the main options, --help-all all of them. Each merged model is written to the
 folder --out/MERGER, with a model card (README.md). With --search or --calibrate, models are merged in memory and scored
-on dev data: the run's, or that of --data. Otherwise folders in Hugging Face's layout, of any size, are merged chunk by
-chunk, with bit-identical results. An interrupted merge resumes when rerun; finished models are verified by hash and
-kept. Options with "default: preset" take the value of --preset.
+on dev data: the run's, or that of --data. Otherwise, and if --score names a command for the search, folders in Hugging
+Face's layout, of any size, are merged chunk by chunk, with bit-identical results. An interrupted merge resumes when
+rerun; finished models are verified by hash and kept. Options with "default: preset" take the value of --preset.
 """
 
 import faulthandler
@@ -105,12 +105,12 @@ class Choices:
     """Choice of coefficients and settings."""
 
     search: bool = False
-    """Choose missing coefficients on the dev split. An interrupted search resumes when rerun."""
+    """Choose missing coefficients on the dev split, or by --score. An interrupted search resumes when rerun."""
     score: Annotated[str | None, arg(metavar="COMMAND", help_behavior_hint="(default: dev scores)")] = None
     """With --search: score by this command instead. {model} is the merged model's folder, {out} one for its files.
-    Higher is better: the last line it prints, or --score-key. Run without a shell."""
+    The score is the last line that it prints, or --score-key; higher is better. It is run without a shell."""
     score_key: Annotated[tuple[str, ...], arg(metavar="[KEY ...]", help_behavior_hint="(default: none)")] = ()
-    """Numbers in a JSON file that --score writes below {out}, e.g. results/gsm8k/acc,none; their mean is the score."""
+    """Numbers in a JSON file below {out}, e.g. results/TASK/acc,none, instead of that line; their mean is the score."""
     grid: Annotated[tuple[float, ...], arg(help_behavior_hint="(default: 0.1 to 1.0, or the merger's own)")] = ()
     """The coefficients that --search tries."""
     widen: bool = False
@@ -118,8 +118,8 @@ class Choices:
     search_over: Annotated[
         tuple[str, ...], arg(metavar="NAME=VALUE,VALUE ...", help_behavior_hint="(default: none)")
     ] = ()
-    """Options of the merger that --search chooses too, with the values to try, e.g. ratio=0.2,0.4,0.6 least=1,2. Each
-    combination gets its own coefficient; the best dev score decides."""
+    """With --search: other options of the merger to choose, with values to try, e.g. ratio=0.2,0.4,0.6 least=1,2. Each
+    combination gets its own coefficient; the one with the best dev score is chosen."""
     per_layer: int = 0
     """With --search: number of sweeps over the blocks, each of which gets the coefficient with the best dev score."""
     snapshots: bool = False
@@ -183,9 +183,9 @@ class Machine:
     """Memory, threads, device."""
 
     threads: int = 1
-    """CPU threads; without --search they share --memory-mib."""
+    """CPU threads; in a merge on disk they share --memory-mib."""
     memory_mib: Annotated[int | None, arg(help_behavior_hint="(default: 72, or up to 10272 of a GPU)")] = None
-    """Working memory of a merge without --search, in MiB, besides mapped files (with --device cuda: GPU memory);
+    """Working memory of a merge on disk, in MiB, besides mapped files (with --device cuda: GPU memory);
     --dry-run prints the need."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device that merges chunks; some mergers have other last bits on a GPU."""

@@ -297,7 +297,7 @@ class RegMeanPlus(ByData):
 
 @dataclass(frozen=True)
 class Transport:
-    """Move a run's experts to another base: their changes are added to it as they are, by GradFix or by Theseus."""
+    """Move a run's experts to another base: add their changes to it unchanged, or by GradFix or Theseus."""
 
     run: Path
     """Folder that train.py wrote: its base and all its experts."""
@@ -310,12 +310,12 @@ class Transport:
     )
     """Other options of the suite with the new base, such as max_length."""
     method: Literal["add", "gradfix", "theseus"] = "add"
-    """add: whole changes. gradfix: coordinates whose sign lowers the task's loss at the new base. theseus: changes
-    turned into the coordinates of its layers, which may have other widths."""
+    """add: the whole change. gradfix: its coordinates whose sign lowers the task's loss at the new base. theseus: the
+    change mapped to the coordinates of the new base's layers, which may have other widths."""
     vote: Literal["mean", "majority"] = "mean"
     """Sign of gradfix: of the mean gradient, or of most rows' gradients."""
     coefs: Annotated[tuple[float, ...], arg(metavar="GAMMA [GAMMA ...]")] = (1.0,)
-    """Factors of the moved changes; of several each task gets the one with the best score on dev."""
+    """Factor gamma of the moved changes. If there are several, each task gets the one with the best score on dev."""
     rows: int = 64
     """Rows of each task that gradfix and theseus read, rounded up to whole batches."""
     split: Literal["train", "dev"] = "train"
