@@ -136,11 +136,13 @@ def _table(rows: Iterable[tuple[Result, float]], split: str, methods: Sequence[s
 def relative_table(rows: Iterable[Result], *, split: str = "test") -> MainTable:
     """`main_table` of merged scores in % of the expert's of the same method, seed and task, as normalised accuracy.
 
-    Raises: ValueError as `main_table`, and that lists merged models whose experts were not scored, or score 0.
+    Raises: ValueError as `main_table`, for no merged models, and that lists experts that were not scored, or score 0.
     """
     rows = [row for row in rows if row.split == split]
     experts = {(row.method, row.seed, row.task): row.score for row in rows if row.model == EXPERT + row.task}
     merged = [row for row in rows if not row.model.startswith(EXPERT)]
+    if not merged:
+        raise ValueError("there is no merged model whose scores could be given in % of its experts': give one too")
     lacking = {of: experts.get(of) for row in merged if not experts.get(of := (row.method, row.seed, row.task))}
     raise_problems(
         [

@@ -37,6 +37,8 @@ def test_relative_scores_are_means_of_shares_and_no_shares_of_means():
         relative_table(zero)
     with pytest.raises(ValueError, match="FT, seed 0: the expert of a was not scored, give it"):
         relative_table(rows[1:])
+    with pytest.raises(ValueError, match="there is no merged model whose scores could be given"):
+        relative_table(rows[:2])
 
 
 def test_markdown():
