@@ -554,6 +554,76 @@ MUTANTS = [
         ("self._tensor._version != self._version", "False"),
         ("return gradient, None", "return -gradient, None"),
     ),
+    # experts on another base
+    *_of(
+        "transport/gradfix.py",
+        ("change.sign() == given", "change.sign() != given"),
+        ("total[path] -= grad", "total[path] += grad"),
+        ('if vote == "majority" else grad.float() * weight', 'if vote == "majority" else grad.float()'),
+        ("grad.float().sign() if", "grad.float() if"),
+    ),
+    *_of(
+        "transport/theseus.py",
+        ("first.to(wide).mT @ wide", "first.to(wide) @ wide"),
+        ("wide @ last.to(wide)", "wide"),
+        ("total.diagonal().add_(_KEPT", "total.diagonal().add_(0 * _KEPT"),
+        ('others == "zero"', 'others == "add"'),
+        ("return left @ right", "return (left @ right).abs()"),
+        ("Alignment(outputs, inputs)", "Alignment(outputs)"),
+        ("yield path, Alignment(None, outputs)", "yield path, Alignment(outputs)"),
+        ("unpadded(value.detach(), batch)", "unpadded(value.detach(), None)"),
+        ("+ sums.get(place, 0)", ""),
+    ),
+    *_of(
+        "scripts/merge/transport.py",
+        ("sorted(asked.coefs), lambda", "sorted(asked.coefs)[:1], lambda"),
+        ('"transport"), task)', '"transport"), "task")'),
+        ('length(batch) if asked.vote == "majority" else 1', "1"),
+        ("new.loss_fn(task), new.base, parts", "old.loss_fn(task), old.base, parts"),
+        ('base_fingerprint=about["fingerprint"]', 'base_fingerprint=own["base_fingerprint"]'),
+    ),
+    # weights by expert
+    *_of(
+        "merge/parts/per_expert.py:Scaled",
+        ("own * w * v for own", "own * w for own"),
+        ("times(deltas, weights) for deltas", "deltas for deltas"),
+        ("deltas=times(piece.deltas, self.weights(piece.path))", "deltas=piece.deltas"),
+        ("deltas=times(piece.deltas, weights)", "deltas=piece.deltas"),
+        ("or self.weights(path) is not None", ""),
+    ),
+    *_of(
+        "merge/parts/per_expert.py:combined",
+        ("(vector != 0).to(total.dtype) * weight", "(vector != 0).to(total.dtype)"),
+    ),
+    # searches
+    *_of(
+        "merge/around/select.py:choose_coef",
+        ("widen and len(grid) < most and", "widen and"),
+        ("grid[1 if edge", "grid[0 if edge"),
+    ),
+    *_of(
+        "folders/searching.py",
+        ("fmean(found[coef].values())", "max(found[coef].values())"),
+        ("kept[key] if key in kept else _scored", "_scored"),
+        ("sorted(beside.items()), name]", "sorted(beside.items())]"),
+        ("inputs, sorted(files.values())", "sorted(files.values())"),
+    ),
+    *_of(
+        "scripts/merge/outside.py",
+        ("if not math.isfinite(value)}", "if value is None}"),
+        ("-file.stat().st_mtime_ns", "file.stat().st_mtime_ns"),
+        ("if status := _status", "if 0 * _status"),
+    ),
+    *_of(
+        "scripts/merge/searched.py",
+        ("product(*over.values())", "zip(*over.values())"),
+        ("if len({*found}) < len(found)", "if False"),
+    ),
+    *_of(
+        "report/tables.py:relative_table",
+        ("100 * row.score / experts", "row.score / experts"),
+        ("if row.split == split", "if row.split"),
+    ),
     *_of(
         "merge/nearswap.py",
         (".clamp(-self.t, self.t)", ".clamp(0, self.t)"),

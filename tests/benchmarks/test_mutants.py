@@ -122,7 +122,7 @@ def test_the_catalogue_names_each_fault_once_and_changes_something():
     assert all(mutant.old != mutant.new for mutant in MUTANTS)
     parts = (
         "simulation", "mat", "optim", "merge", "folders", "ops", "integrations", "data", "suites", "parallel",
-        "evaluate",
+        "evaluate", "transport",
     )  # fmt: skip
     assert {running.tests_of(mutant) for mutant in MUTANTS} == {
         *(f"tests/{part}" for part in parts),

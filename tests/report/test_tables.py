@@ -27,7 +27,8 @@ def test_relative_scores_are_means_of_shares_and_no_shares_of_means():
     rows = [
         Result("FT", "expert:a", "a", "test", 80.0, 0), Result("FT", "expert:b", "b", "test", 10.0, 0),
         Result("FT", "ta", "a", "test", 40.0, 0), Result("FT", "ta", "b", "test", 15.0, 0),
-        Result("FT", "ta", "a", "dev", 1.0, 0), Result("BASE", "expert:a", "a", "test", 20.0, 0),
+        Result("FT", "ta", "a", "dev", 1.0, 0), Result("FT", "expert:a", "a", "dev", 2.0, 0),
+        Result("BASE", "expert:a", "a", "test", 20.0, 0),
     ]  # fmt: skip
     table = relative_table(rows)
     assert {method: list(line) for method, line in table.cells.items()} == {"FT": ["TA"]}

@@ -161,6 +161,15 @@ def test_what_no_row_shows_keeps_its_direction(old):
     assert close(theseus(old, old, expert, maps, others="add"), expert)
 
 
+def test_batches_count_together(old):
+    loss, new, batch = ModuleLoss(Net(6, 5), squares), moved_by(old, 1.0), tokens(20)
+    parts = [{"tokens": part} for part in batch["tokens"].split([7, 13])]
+    whole, apart = (alignments(loss, old, loss, new, batches) for batches in ([batch], parts))
+    assert torch.allclose(apart["up.weight"].first, whole["up.weight"].first, atol=1e-6)
+    last = alignments(loss, old, loss, new, parts[1:])
+    assert not torch.allclose(last["up.weight"].first, whole["up.weight"].first, atol=1e-3)
+
+
 def test_padding_is_not_compared(old):
     loss, batch, new = ModuleLoss(Net(6, 5), squares), tokens(6), moved_by(old)
     mask = torch.ones(6, 3, dtype=torch.long)
