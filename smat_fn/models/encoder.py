@@ -131,6 +131,11 @@ def _read(source: str | Path, train_layers: int | None, device: str | torch.devi
     """The frozen model, its tokenizer and its layers. Raises: ValueError as `load`."""
     own: dict[str, Any] = {"optional": ("pooler.",), "dtype": torch.float32}
     model, tokenizer = fetch(source, "an encoder with a tokenizer", "AutoModel", "AutoTokenizer", **own)
+    if getattr(model.config, "is_encoder_decoder", False):  # its last hidden states are the decoder's
+        raise ValueError(
+            f"{str(source)!r} is an encoder-decoder ({type(model).__name__}), not a text encoder: take a model such as "
+            "BERT, or train this one as a language model (--preset lm)"
+        )
     if hasattr(model, "pooler"):
         model.pooler = nn.Identity()  # not None: SqueezeBERT and LayoutLM call it unasked
     model = model.to(device).eval().requires_grad_(False)

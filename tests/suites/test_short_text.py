@@ -676,6 +676,13 @@ def test_an_encoder_without_token_embeddings_is_refused_by_name(tmp_path):
         encoder.load(tmp_path / "model")
 
 
+def test_an_encoder_decoder_is_refused_by_name(tmp_path):
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
+    write_model(tmp_path / "model", "t5", **sizes)
+    with pytest.raises(ValueError, match=r"model' is an encoder-decoder \(T5Model\), not a text encoder: take"):
+        encoder.load(tmp_path / "model")
+
+
 @pytest.mark.parametrize("layers", [None, 2])
 def test_statistics_of_an_encoder_of_another_tool_are_those_of_its_suite_and_none_of_its_pooler(
     layers, folders, tmp_path
