@@ -23,6 +23,7 @@ from .types import Params
 
 WEIGHTS, INDEX, MANIFEST = "model.safetensors", "model.safetensors.index.json", "manifest.json"
 BASE = "base"  # the folder of the base beside its experts
+JOINT = "joint"  # the folder of a multi-task model beside them, and the kind of its manifest
 SNAPSHOTS = "snapshots"  # beside them too: NUMBER/TASK, parameters of earlier steps
 REPLACED = ".replaced"  # ends the name of a file that names an expert which --overwrite has yet to replace
 MOVING = ".moving"  # ends the name of a file for a task whose expert merge.py transport has yet to write

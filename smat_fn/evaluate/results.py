@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from ..checkpoint import write_text
+from ..checkpoint import JOINT, write_text
 from ..errors import shortened
 
 Row = TypeVar("Row")
@@ -27,7 +27,7 @@ class Result:
     """
 
     method: str  # that trained the experts
-    model: str  # "expert:<task>" or the name of a merger
+    model: str  # "expert:<task>", "joint" or the name of a merger
     task: str
     split: str
     score: float  # 0 to 100
@@ -51,7 +51,7 @@ class Run:
     """How one model was trained or merged. Label, model and seed are those of its `Result` rows."""
 
     label: str
-    model: str  # "expert:<task>", "experts" where one row is of the whole set, or the name of a merger
+    model: str  # "expert:<task>", "experts" where one row is of the whole set, "joint", or the name of a merger
     seed: int
     method: str = ""  # that trained an expert
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)  # of the method, or of the merger
@@ -149,13 +149,15 @@ def text_lines(path: str | Path) -> list[str]:
 
 
 def model_of(manifest: Mapping[str, Any]) -> str:
-    """The name of an expert or a merged model in rows of scores."""
+    """The name of an expert, a multi-task model or a merged model in rows of scores."""
+    if manifest["kind"] == JOINT:
+        return JOINT
     return EXPERT + manifest["task"] if manifest["kind"] == "expert" else manifest["merger"]
 
 
 def run_of(manifest: Mapping[str, Any]) -> Run:
-    """The facts of an expert's or a merged model's manifest."""
-    check_type(own := "task" if manifest["kind"] == "expert" else "merger", manifest[own], str)
+    """The facts of the manifest of an expert, a multi-task model or a merged model."""
+    check_type(own := "merger" if manifest["kind"] == "merged" else "task", manifest[own], str)
     known = {f.name for f in fields(Run)} - {"model"}
     given = {name: value for name, value in manifest.items() if name in known and value is not None}
     return checked(Run(model=model_of(manifest), **given))

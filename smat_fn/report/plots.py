@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..evaluate.statistics import Estimate
-from .tables import Cell, MainTable
+from .tables import JOINT, Cell, MainTable
 
 # Okabe and Ito's palette: distinct with any colour vision
 COLOURS = {"ft": "#C7C7C7", "smat": "#0072B2", "asam": "#E69F00", "mergopt": "#009E73", "orthoreg": "#CC79A7"}
@@ -102,9 +102,9 @@ def _points(axes: Any, table: MainTable, columns: Sequence[str], palette: Mappin
                 va="bottom", rotation=0 if count < 4 else 90,
                 path_effects=[withStroke(linewidth=2, foreground="white")],
             )  # fmt: skip
-    if columns[-1] == "Avg" and len(columns) > 1:  # apart from what it is a mean of
-        axes.axvline(len(columns) - 1.5, color="0.6", linewidth=0.8, linestyle=(0, (4, 3)))
-    names = {"Expert": "Experts", "Avg": "Avg of 5"}
+    if "Avg" in columns[1:]:  # apart from what it is a mean of
+        axes.axvline(columns.index("Avg") - 0.5, color="0.6", linewidth=0.8, linestyle=(0, (4, 3)))
+    names = {"Expert": "Experts", "Avg": "Avg of 5", JOINT: "Joint"}
     axes.set_xticks(range(len(columns)), [names.get(column, column) for column in columns])
     axes.tick_params(axis="x", length=0)
     axes.set_xlim(-0.5, len(columns) - 0.5)

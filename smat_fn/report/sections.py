@@ -8,7 +8,7 @@ from typing import Any
 from ..evaluate.statistics import Estimate, signed
 from .found import PARTS, Found, times
 from .section import Section, Table, size, spread, words
-from .tables import COLUMNS, MORE, Cell, cell_of, drop, is_best, marked, plain
+from .tables import COLUMNS, JOINT, MORE, Cell, cell_of, drop, is_best, marked, plain
 
 FEW = 4  # pairs that are shown in every column
 NOTE = (
@@ -320,7 +320,7 @@ def mergers(found: Found, facts: Mapping[str, Any]) -> Section | None:
     table = found.part([label for label in found.table.cells if found.kind(label) != "noise"])
     if not table.scored.intersection(MORE):
         return None
-    names = [column for column in table.columns if column not in ("Expert", "Avg") and column in table.scored]
+    names = [column for column in table.columns if column not in ("Expert", "Avg", JOINT) and column in table.scored]
     pairs = [(label, other) for label in table.cells if (other := found.compared_with(label))]
     rows: list[list[object]] = []
     records: list[dict[str, object]] = []

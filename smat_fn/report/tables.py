@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from .. import checkpoint
 from ..config import MORE_MERGERS
 from ..errors import printable, raise_problems
 from ..evaluate.results import EXPERT, Result
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 MERGERS = ("WA", "TA", "TIES", "DARE", "DELLA")
 COLUMNS = ("Expert", *MERGERS, "Avg")
+JOINT = checkpoint.JOINT.upper()  # column of the multi-task model
 # two merge while they look at rows, and have no options class
 MORE = (*(config.name.upper() for config in MORE_MERGERS), "REG_MEAN_PLUS", "ADAMERGING")
 # an underscore inside a word is a letter, a bracket one where no link follows
@@ -48,7 +50,7 @@ class Cell(NamedTuple):
 
 
 class MainTable(NamedTuple):
-    """Cells by method and column of `COLUMNS` or `MORE`; what was not scored is absent."""
+    """Cells by method and column of `COLUMNS`, `MORE` or `JOINT`; what was not scored is absent."""
 
     split: str
     cells: dict[str, dict[str, Cell]]
@@ -60,16 +62,17 @@ class MainTable(NamedTuple):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """`COLUMNS`; where there are other mergers too, those that were scored."""
+        """`COLUMNS`; where there are other mergers too, those that were scored; `JOINT` last where it was."""
         shown = tuple(column for column in (*COLUMNS[:-1], *MORE, COLUMNS[-1]) if column in self.scored)
-        return shown if self.scored.intersection(MORE) else COLUMNS
+        shown = shown if self.scored.intersection(MORE) else COLUMNS
+        return (*shown, JOINT) if JOINT in self.scored else shown
 
     @property
     def paper(self) -> "MainTable":
         """Without other mergers; unchanged where there are no others."""
         if not self.scored.intersection(MERGERS):
             return self
-        cells = {x: {c: cell for c, cell in line.items() if c in COLUMNS} for x, line in self.cells.items()}
+        cells = {x: {c: cell for c, cell in line.items() if c in (*COLUMNS, JOINT)} for x, line in self.cells.items()}
         return MainTable(self.split, cells)
 
 
@@ -89,8 +92,8 @@ def drop(line: Mapping[str, Cell]) -> Cell | None:
 def main_table(rows: Iterable[Result], *, split: str = "test", methods: Sequence[str] | None = None) -> MainTable:
     """Means over tasks of the rows of one split, per method and seed.
 
-    Expert: every expert on its own task. A merger's name is matched in either case ("ta" is TA); models of none are
-    left out. Avg: the mean of the paper's five mergers, where all five are there.
+    Expert: every expert on its own task; JOINT: the multi-task model. A merger's name is matched in either case ("ta"
+    is TA); models of none are left out. Avg: the mean of the paper's five mergers, where all five are there.
 
     Args: methods: which, in this order; None: all, in order of appearance.
     Raises: ValueError for two scores of one thing, for models that were not scored on the same tasks, for columns of
@@ -106,7 +109,7 @@ def _table(rows: Iterable[tuple[Result, float]], split: str, methods: Sequence[s
     for row, score in rows:
         expert = row.model == EXPERT + row.task
         column = "Expert" if expert else row.model.upper()
-        if row.split != split or column not in (*COLUMNS, *MORE):
+        if row.split != split or column not in (*COLUMNS, *MORE, JOINT):
             continue
         tasks = scores.setdefault((row.method, column), {}).setdefault(row.seed, {})
         if row.task in tasks:
@@ -115,7 +118,7 @@ def _table(rows: Iterable[tuple[Result, float]], split: str, methods: Sequence[s
     methods = list(dict.fromkeys(method for method, _ in scores)) if methods is None else methods
     cells = {}
     for method in methods:
-        mine = {column: scores[method, column] for column in (*COLUMNS, *MORE) if (method, column) in scores}
+        mine = {column: scores[method, column] for column in (*COLUMNS, *MORE, JOINT) if (method, column) in scores}
         problems += _gaps(method, split, mine)
         cells[method] = {
             column: cell_of({seed: float(np.mean(list(tasks.values()))) for seed, tasks in by_seed.items()})

@@ -21,7 +21,7 @@ from smat_fn.config import PRESETS, Adapters, Dev, Finetune
 from smat_fn.evaluate import read_results
 from smat_fn.scripts.commands import train as train_command
 from smat_fn.scripts.merge import statistics
-from smat_fn.scripts.train import describe, settings
+from smat_fn.scripts.train import describe, joint, settings
 from smat_fn.scripts.train import options as checks
 from smat_fn.scripts.train import training as runs
 
@@ -59,6 +59,7 @@ TRAIN = [
     ({"model": "M"}, {"suite.model": "M"}),
     ({"data": "D"}, {"suite.data": "D"}),
     ({"epochs": 2, "tasks": ("b",)}, {"run.tasks": ("b",), "suite.only": ("b",), "training.epochs": {"b": 2}}),
+    ({"joint": True}, {"run.tasks": ("joint",), "run.joint": ("a", "b")}),
     ({"rows": 3}, {"suite.rows": 3}),
     ({"metric": "f1"}, {"suite.metric": "f1"}),
     ({"chat": True}, {"suite.chat": True}),
@@ -128,6 +129,7 @@ def test_every_option_of_train_reaches_the_run(monkeypatch):
         (smat_fn.suites, "task_names"): lambda suite, **options: ("a", "b"),
         (smat_fn.suites, "load_suite"): lambda suite, **own: got.update({f"suite.{n}": v for n, v in own.items()}),
         (checks, "check_run"): lambda *args, **more: None,
+        (joint, "joint_run"): lambda *given: given,
         (describe, "headline"): lambda *args, origin, **more: got.update(origin=origin),
         (describe, "dry_run"): lambda *args: took(*args, work="plan"),
         (runs, "train_run"): took,

@@ -2,6 +2,7 @@
 
     python train.py ft --out runs/ft
     python train.py smat --tasks rot90 mirror --sigma 0.01 --out runs/smat
+    python train.py ft --joint --out runs/ft
     python train.py smat --preset lm --model FOLDER --data FOLDER --out runs/lm --dry-run
     python train.py smat --preset lm --model FOLDER --data FOLDER --out runs/lm --accumulate 8 --resume
     torchrun --nproc-per-node 2 train.py smat --preset llama-3.2-1b --model FOLDER --data FOLDER --out runs/llama
@@ -53,6 +54,7 @@ from smat_fn.scripts.train.sweep import Status, Sweep, status, sweep
 
 if TYPE_CHECKING:
     from smat_fn import parallel
+    from smat_fn.scripts.train.options import RunOptions
 
     Chosen: TypeAlias = MethodConfig
 else:  # a subcommand for every method
@@ -124,7 +126,8 @@ def train(args: Train, world: "parallel.World") -> None:
 
     from smat_fn.scripts.merge.statistics import statistics_of_run
     from smat_fn.scripts.train.describe import dry_run, headline
-    from smat_fn.scripts.train.options import RunOptions, check_run, experts_to_merge, suite_options
+    from smat_fn.scripts.train.joint import joint_run
+    from smat_fn.scripts.train.options import check_run, experts_to_merge, suite_options
     from smat_fn.scripts.train.snapshots import Interrupted, on_signals
     from smat_fn.scripts.train.training import train_run
     from smat_fn.suites import describe_options, load_suite
@@ -137,20 +140,14 @@ def train(args: Train, world: "parallel.World") -> None:
     known, options = _tasks(preset.suite, options, tasks)
     only = {"only": tasks} if tasks and "only" in describe_options(preset.suite) else {}
     cli.with_named(own.suite_options, model=own.model, data=own.data)
-    run = RunOptions(
-        **{option.name: getattr(args.run, option.name) for option in fields(RunSettings)},
-        tasks=tasks or known,
-        seed=preset.seed if seed is None else seed,
-        preset=own.preset,
-        probe_at=resolve(Smat(), preset.methods),
-    )
+    run = _run_options(args, with_rows := tasks or known, preset.seed if seed is None else seed)
     report = partial(print, flush=True) if world.leads else lambda line: None
     if isinstance(method, Mergopt) and method.k_max is None:
         method = replace(method, k_max=experts_to_merge(run, known, report))
     plain = replace(preset.training, lr=preset.lr.get(method.name, preset.training.lr))
     if preset.epochs is not None:
-        plain = replace(plain, epochs=dict.fromkeys(run.tasks, preset.epochs))
-    training = training_of(args, plain, run.tasks)
+        plain = replace(plain, epochs=dict.fromkeys(with_rows, preset.epochs))
+    training = training_of(args, plain, with_rows)
     # before the suite is loaded, which pretrains a base the first time
     if world.leads:
         check_run(method, training, run, known=known, world=world)
@@ -159,6 +156,8 @@ def train(args: Train, world: "parallel.World") -> None:
         say(f"loading suite {preset.suite}{f': {sources}' if sources else ''}")
     with world.first():
         suite = load_suite(preset.suite, seed=run.seed if own.suite_seed is None else own.suite_seed, **options, **only)
+    if run.joint:
+        suite, training, run = joint_run(suite, training, run)
     if args.process.dry_run:
         report(plan := dry_run(suite, method, training, run))
         outcome.add("plans", plan)
@@ -173,11 +172,26 @@ def train(args: Train, world: "parallel.World") -> None:
             print(f"train.py: {ended}", file=sys.stderr)
         sys.exit(ended.status)
     for folder in folders:
-        report(f"expert: {folder}")
+        report(f"{'multi-task model' if run.joint else 'expert'}: {folder}")
         outcome.add("experts", {"folder": folder, "task": folder.name, "method": method.name, "seed": run.seed})
     if run.statistics and world.leads:
         for line in statistics_of_run(suite, folders, kinds=run.statistics, seed=run.seed):
             report(line)
+
+
+def _run_options(args: Train, tasks: tuple[str, ...], seed: int) -> "RunOptions":
+    """The options of a run: of an expert for each task, or of one model of them all."""
+    from smat_fn.checkpoint import JOINT
+    from smat_fn.scripts.train.options import RunOptions
+
+    return RunOptions(
+        **{option.name: getattr(args.run, option.name) for option in fields(RunSettings)},
+        tasks=(JOINT,) if args.data.joint else tasks,
+        joint=tasks if args.data.joint else (),
+        seed=seed,
+        preset=args.data.preset,
+        probe_at=resolve(Smat(), preset_of(args.data.preset).methods),
+    )
 
 
 def _tasks(suite: str, options: dict[str, Any], named: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, Any]]:

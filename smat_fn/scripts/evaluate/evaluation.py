@@ -23,14 +23,15 @@ from ...folders.inputs.adapters import is_adapter
 from ...folders.inputs.opening import local_folder, read_inputs
 from ...folders.inputs.reading import open_folder
 from ...folders.multi_task import is_several, task_params
-from ...report.tables import MainTable, main_table, markdown
+from ...report.tables import JOINT, MainTable, main_table, markdown
 from ...suites import Suite, load_suite
 from ...types import Params
 from ..merge.inputs import AGAIN, check_weights, incomplete, manifest_of, named, unreplaced, with_tasks_of
 from ..merge.suite import made_problems, unlike
 from ..merge.whole_models import lacking_problems, own_dtype, suite_part, whole_base
 
-SCORED = "expert", "merged"  # kinds of manifests that tell the tasks; an exported model is as one of another tool
+# kinds of manifests that tell the tasks; an exported model is as one of another tool
+SCORED = "expert", checkpoint.JOINT, "merged"
 RESULTS = "results.jsonl"
 BASE = "BASE"  # label of the base in tables
 OTHER = "folder"  # in what stands for the manifest of an expert of another tool
@@ -126,6 +127,8 @@ def evaluate(
     base: bool = False,
 ) -> list[Result]:
     """Score checkpoints: experts on their own task, merged models on every task of the experts merged into them.
+
+    A multi-task model of train.py is scored on all of its tasks, in a column of its own.
 
     A folder of one model for each task is scored on each by that task's model.
 
@@ -253,7 +256,7 @@ def _suites(
     loaded: dict[str, tuple[Suite, str]] = {}  # one model for the recipes that differ in tasks alone
     wholes: dict[str, str | None] = {}
     rows_of: dict[tuple[Any, ...], Path] = {}
-    problems = unreplaced(folder for folder, m in manifests.items() if m["kind"] == "expert") + _stale(manifests)
+    problems = unreplaced(folder for folder, m in manifests.items() if m["kind"] != "merged") + _stale(manifests)
     for folder, manifest in manifests.items():
         line = manifest["label"], model_of(manifest), manifest["seed"]
         if (other := rows_of.setdefault(line, folder)) != folder:
@@ -414,7 +417,9 @@ def _asked(folder: Path, options: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _tasks(manifest: Mapping[str, Any]) -> tuple[str, ...]:
-    return (manifest["task"],) if manifest["kind"] == "expert" else tuple(manifest["experts"])
+    if manifest["kind"] == "expert":
+        return (manifest["task"],)
+    return tuple(manifest["tasks" if manifest["kind"] == checkpoint.JOINT else "experts"])
 
 
 def _models(
@@ -443,7 +448,7 @@ def _models(
         known = known if leaves is read else ""
     else:
         params = lora.load_expert(folder, suite.base)[0]
-        yield suite.tasks, params, _checked(folder, manifest, params)
+        yield _tasks(manifest), params, _checked(folder, manifest, params)
         return
     if narrow := _narrower(leaves, suite.base):
         names = ", ".join(sorted({tree.dtype_name(leaf) for leaf in narrow.values()}))
@@ -559,12 +564,13 @@ def verdict(table: MainTable) -> str:
 
     Where no method has all five, each method's best merged model.
     """
+    besides = {"Expert", JOINT}
     five = {method: line["Avg"] for method, line in table.cells.items() if "Avg" in line}
     if not five:
         merged = {
-            method: max((cell.mean, name) for name, cell in line.items() if name != "Expert")
+            method: max((cell.mean, name) for name, cell in line.items() if name not in besides)
             for method, line in table.cells.items()
-            if line.keys() - {"Expert"}
+            if line.keys() - besides
         }
         best = ", ".join(f"{method} {mean:.2f} by {name}" for method, (mean, name) in merged.items())
         return f"best merged model: {best}" if best else "no merged models: merge the experts with merge.py"

@@ -12,6 +12,7 @@ from ...analyses.plots import draw
 from ...evaluate import Result, read_results
 from ...evaluate.results import RUNS, SET, Run, check_type, checked, once, read_rows, run_of, text_lines
 from ...report import Section, Table, with_muon
+from .evaluation import SCORED
 
 RESULTS = "results.jsonl"
 OUTCOME = "outcome.json"  # of a trial of a study
@@ -129,7 +130,7 @@ def _read(file: Path, found: Sources) -> None:
         found.rows.extend(checked(Result(**row)) for row in values["test"] or ())
         found.runs.extend([run_of_trial({**values, **values["trial"]})] if values["test"] else [])
     elif file.name == checkpoint.MANIFEST:
-        found.runs.extend([run_of(values)] if values.get("kind") in ("expert", "merged") and "label" in values else ())
+        found.runs.extend([run_of(values)] if values.get("kind") in SCORED and "label" in values else ())
     elif values.get("analysis"):
         found.analyses.append(analysis_section(values))
 

@@ -199,8 +199,10 @@ def exported_card(model: Path, manifest: Mapping[str, Any]) -> str:
     try:
         found = ModelCard.load(model / CARD)
     except Exception:  # no card, or metadata that are not YAML: huggingface_hub raises errors of several kinds
-        task = manifest.get("task")
-        title = f"# {manifest.get('label', folder_name(model))}{'' if task is None else f' expert of {task}'}\n"
+        task, tasks = manifest.get("task"), manifest.get("tasks")
+        of = f" expert of {task}" if task else ""
+        of = f" on all of {', '.join(tasks)}" if tasks else of
+        title = f"# {manifest.get('label', folder_name(model))}{of}\n"
         found = ModelCard(_with_metadata(title, {"tags": ["smat_fn"]}))
     if "smat_fn" in found.data.get("tags", ()):
         found.data["base_model"] = model_ids(manifest["base_model"])

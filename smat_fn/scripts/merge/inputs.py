@@ -28,12 +28,14 @@ from ..recipes.places import folder_name
 
 FIELDS = {  # of manifests by kind
     "expert": ("task", "label", "seed", "hyperparameters"),
+    checkpoint.JOINT: ("tasks", "label", "seed", "hyperparameters"),
     "merged": ("merger", "experts", "label", "seed", "hyperparameters"),
 }
-KINDS = ("base", "expert", "snapshot", "merged")  # of manifests whose values `manifest_of` checks
+KINDS = ("base", "expert", checkpoint.JOINT, "snapshot", "merged")  # of manifests whose values `manifest_of` checks
 TYPES = {  # of values in these manifests, as JSON; any may be absent, and null where `FIELDS` does not name it
     **get_type_hints(Run),
     "task": str,
+    "tasks": Mapping[str, int],
     "merger": str,
     "preset": str,
     "base_fingerprint": str,
@@ -95,10 +97,11 @@ def all_inputs(run: Path) -> tuple[Path, list[Path]]:
     """
     base, experts = find_inputs(run)
     errors.raise_problems(_unmoved(run, base.parent))
-    out, ended = base.parent, {expert.name for expert in experts}
+    out, ended = base.parent, {*(expert.name for expert in experts), checkpoint.JOINT}  # which no merge takes
     logs = {log.name.removesuffix(".log.jsonl"): log for log in sorted(out.glob("*.log.jsonl"))}
     begun = {task: log for task, log in logs.items() if task not in ended}
     old = [mark.name[1:].removesuffix(checkpoint.REPLACED) for mark in sorted(out.glob(f".*{checkpoint.REPLACED}"))]
+    old = [name for name in old if name != checkpoint.JOINT]
     problems = (
         [f"{run} has experts of {', '.join(old)} that an interrupted --overwrite has yet to replace"] if old else []
     )
@@ -110,7 +113,7 @@ def all_inputs(run: Path) -> tuple[Path, list[Path]]:
         problems.append("end the training by train.py ... --resume")
     if begun and not old:
         files = ", ".join(map(str, begun.values()))
-        problems[-1] += f", or move {files} away to merge {', '.join(sorted(ended))} alone"
+        problems[-1] += f", or move {files} away to merge {', '.join(sorted(e.name for e in experts))} alone"
     errors.raise_problems(problems)
     return base, experts
 

@@ -19,7 +19,7 @@ from ..merge.inputs import manifest_of
 from . import snapshots, trackers
 from .loop import make_optimizer
 from .settings import RunSettings
-from .variants import numbered, numbers, offload_of
+from .variants import asked, numbered, numbers, offload_of
 from .variants import problems as of_variant
 
 KEEPS = "keep_moments", "keep_snapshots"
@@ -33,6 +33,8 @@ class RunOptions(RunSettings):
     seed: int  # of batches and draws
     preset: str | None = None  # written to the manifests
     probe_at: Smat | None = None  # hyperparameters of the probe
+    joint: tuple[str, ...] = ()  # tasks of a multi-task model, the only one of ``tasks`` then; see `joint_run`
+    joint_steps: tuple[int, ...] = ()  # of each of them; none before the suite is loaded
 
 
 def snapshot_folder(out: Path, index: int, task: str) -> Path:
@@ -75,8 +77,11 @@ def check_run(
 ) -> None:
     """Raises: ValueError that lists bad numbers, tasks not in ``known`` or named twice, and folders that exist."""
     tasks, problems = run.tasks, _number_problems(run, training)
+    rows_of = run.joint or tasks  # those that have rows
+    if run.joint and not run.joint_steps and training.steps is not None:
+        training = replace(training, steps=training.steps * len(run.joint))
     if training.steps is None:
-        for task in dict.fromkeys(tasks):
+        for task in dict.fromkeys(rows_of):
             if (epochs := training.epochs.get(task)) is None:
                 problems.append(f"task {task!r} has no number of epochs: give --epochs or --steps")
             elif epochs < 1:
@@ -96,15 +101,17 @@ def check_run(
     problems += ["no tasks: name at least one"] if not tasks else []
     if run.out.is_symlink() and not run.out.exists():
         problems.append(f"out is {run.out}, a link that leads nowhere: make the folder that it names, or remove it")
-    problems += [f"task {task!r} is named twice" for task in dict.fromkeys(tasks) if tasks.count(task) > 1]
-    taken = checkpoint.BASE, checkpoint.SNAPSHOTS
+    problems += [f"task {task!r} is named twice" for task in dict.fromkeys(rows_of) if rows_of.count(task) > 1]
+    problems += _joint_problems(method, run) if run.joint else []
+    taken = checkpoint.BASE, checkpoint.SNAPSHOTS, checkpoint.JOINT
     problems += [
         f"task {task!r} is named like a folder of every run ({', '.join(taken)}): rename its folder of data"
-        for task in dict.fromkeys(tasks)
+        for task in dict.fromkeys(rows_of)
         if task.casefold() in taken
     ]
-    for task in dict.fromkeys(tasks):
+    for task in dict.fromkeys(rows_of):
         problems += problems_of(check_member, "task", task, known)
+    for task in dict.fromkeys(tasks):
         problems += checkpoint.foreign_problems({run.out / f"{task}.log.jsonl": b'{"step": '})
         if run.resume:
             continue
@@ -137,6 +144,15 @@ def _existing(method: MethodConfig, training: Training, run: RunOptions, path: P
     if differ := snapshots.differences({**stored, **parts}, json.loads(json.dumps(now))):
         return [f"{path} exists, trained with other settings ({', '.join(differ)}): pass another --out, or --overwrite"]
     return [f"{path} exists, trained with these settings: pass --resume to keep it, or --overwrite to train it again"]
+
+
+def _joint_problems(method: MethodConfig, run: RunOptions) -> list[str]:
+    """Errors for options that are of experts alone."""
+    names = [name for name in (*KEEPS, "probe", "statistics") if getattr(run, name)]
+    problems = [f"{name} is for experts, which joint does not train: leave one of them out" for name in names]
+    if asked(method):
+        problems.append("sigma auto is measured on experts: give joint a number")
+    return problems
 
 
 def _number_problems(run: RunOptions, training: Training) -> list[str]:

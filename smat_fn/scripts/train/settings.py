@@ -25,6 +25,9 @@ class DataSettings:
     """Data: a folder with a folder for each task (docs/own_model.md shows the layout), or a dataset on the hub."""
     tasks: Annotated[tuple[str, ...], arg(help_behavior_hint="(default: all of the suite)")] = ()
     """Tasks to train an expert for."""
+    joint: bool = False
+    """Train one model on all these tasks together (OUT/joint) instead of an expert for each: steps take a batch of each
+    task in turn. --steps and --epochs are those of each task."""
     rows: Annotated[int | None, arg(help_behavior_hint=cli.open_at("all"))] = None
     """Use only the first rows of each split."""
     metric: Annotated[str | None, arg(help_behavior_hint=cli.open_at("rouge-l"))] = None

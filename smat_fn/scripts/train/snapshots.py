@@ -25,6 +25,7 @@ from ...parallel import World
 from ..merge.finished import flat
 from ..merge.inputs import manifest_of
 
+TRAINED = "expert", checkpoint.JOINT  # kinds of manifests of finished training
 log = logging.getLogger(__name__)
 # SIGHUP: of a terminal or connection that ends; the last two: of clusters, before a time limit
 ASKING = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
@@ -109,8 +110,8 @@ def replace_expert(out: Path, task: str) -> None:
 def finished(out: Path, task: str) -> bool:
     """Whether there is an expert, and not one that an interrupted run with --overwrite has yet to replace."""
     mark, found = replaced(out, task), manifest_of(out / task)
-    if found.get("kind") != "expert" or not mark.exists():
-        return found.get("kind") == "expert"
+    if found.get("kind") not in TRAINED or not mark.exists():
+        return found.get("kind") in TRAINED
     return found.get("fingerprint", "") != mark.read_text(encoding="utf-8")
 
 
@@ -134,12 +135,15 @@ def read(path: Path) -> Snapshot | None:
 def begun(out: Path, tasks: Iterable[str], *, besides: Collection[str] = ()) -> Iterator[dict[str, Any]]:
     """The settings of the experts that a run holds, finished or unfinished: ``tasks`` in this order, then further ones.
 
+    A multi-task model is none of them unless ``tasks`` names it.
+
     Args: besides: tasks that are left out.
     """
     folders = (manifest.parent for manifest in sorted(out.glob(f"[!.]*/{checkpoint.MANIFEST}")))
     ended = [folder.name for folder in folders if manifest_of(folder).get("kind") == "expert"]  # not an exported one
     ending = path_of(Path(), "").name
     others = [file.name.removesuffix(ending) for file in sorted(out.glob(f"*{ending}"))]
+    others = [name for name in others if name != checkpoint.JOINT]
     for task in dict.fromkeys((*tasks, *ended, *others)):
         if task in besides:
             continue

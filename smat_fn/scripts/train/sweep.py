@@ -94,6 +94,8 @@ def jobs(options: Sweep, *, script: Sequence[str]) -> list[Job]:
         for flag in flags
         if flag.partition("=")[0] in own
     ]
+    if "--joint" in flags:
+        problems.append("flag --joint: a sweep trains experts, leave it out of --flags and run train.py METHOD --joint")
     errors.raise_problems(problems)
     found = []
     for seed in options.seeds:
@@ -164,7 +166,7 @@ def progress(out: Path) -> list[Progress]:
     found = []
     logs = {log.parent / log.name.removesuffix(".log.jsonl"): log for log in checkpoint.files_below(out, "*.log.jsonl")}
     manifests = {m.parent for m in checkpoint.files_below(out, checkpoint.MANIFEST)}
-    experts = {folder for folder in manifests if manifest_of(folder).get("kind") == "expert"}
+    experts = {folder for folder in manifests if manifest_of(folder).get("kind") in snapshots.TRAINED}
     for folder in sorted(experts | set(logs)):
         last = _last(logs[folder]) if folder in logs else {}
         run = str(folder.parent.relative_to(out))
@@ -176,16 +178,22 @@ def progress(out: Path) -> list[Progress]:
 
 
 def table(rows: Sequence[Progress]) -> Any:
-    """A rich table: a line per run, a column per task. A run's tasks are those of all runs that share one with it."""
+    """A rich table: a line per run, a column per task. A run's tasks are those of all runs that share one with it.
+
+    A multi-task model has a column of its own, and is not missing where a run has none.
+    """
     from rich.table import Table
+
+    from ...checkpoint import JOINT
 
     tasks, runs = list(dict.fromkeys(r.task for r in rows)), list(dict.fromkeys(r.run for r in rows))
     cells = {(r.run, r.task): _cell(r) for r in rows}
     shown = Table("run", *tasks, "done")
     own = {run: {r.task for r in rows if r.run == run} for run in runs}
+    experts = {run: tasks_of - {JOINT} for run, tasks_of in own.items()}
     for run in runs:
         ended = sum(r.done for r in rows if r.run == run)
-        wanted = set().union(*(others for others in own.values() if others & own[run]))
+        wanted = own[run].union(*(others for others in experts.values() if others & own[run]))
         line = (cells.get((run, task), "-" if task in wanted else "") for task in tasks)
         shown.add_row(run, *line, f"{ended}/{len(wanted)}")
     return shown

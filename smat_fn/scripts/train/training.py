@@ -144,7 +144,7 @@ def train_run(
     world: World = ALONE,
     report: Callable[[str], None] = lambda line: None,
 ) -> list[Path]:
-    """Train and save one expert for each task of ``run``, with its log, and the base.
+    """Train and save one expert for each task of ``run``, or the model of `joint_run`, with its log, and the base.
 
     Args:
         stop: asks to save the state of training and end.
@@ -161,7 +161,7 @@ def train_run(
         Interrupted: when ``stop`` asked for it.
     """
     if world.leads:  # the others would meet what it writes
-        check_run(method, training, run, known=suite.tasks, world=world)
+        check_run(method, training, run, known=run.joint or suite.tasks, world=world)
     plans = planned(suite, method, training, run)  # before a sigma is looked for
     for line in cut_notes(suite, run.tasks) if world.leads else ():
         report(line)
@@ -272,6 +272,7 @@ def _experts(
         **({"keep_snapshots": run.keep_snapshots} if run.keep_snapshots else {}),
         **({"keep_moments": True} if run.keep_moments else {}),
         **({"sigma_from": sigma_from} if sigma_from else {}),
+        **({"tasks": dict(zip(run.joint, run.joint_steps, strict=True))} if run.joint else {}),
     }
     found = {task: {**facts, "training": numbers(own, shared.world)} for task, (own, _) in plans.items()}
     if (rows := suite.train_rows) is not None:
@@ -402,7 +403,8 @@ def _manifest(shared: Shared, expert: Expert, params: Params, log: Log, curve: D
     found |= {"processes": world.size} if world.size > 1 else {}
     found |= {} if run.preset is None else {"preset": run.preset}
     found |= adapted_facts(suite, expert)
-    return checkpoint.describe(full, kind="expert", task=task, **expert.facts, **found)
+    kind = checkpoint.JOINT if run.joint else "expert"
+    return checkpoint.describe(full, kind=kind, task=task, **expert.facts, **found)
 
 
 def _other_code(facts: Mapping[str, Any]) -> str:
