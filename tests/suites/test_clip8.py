@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from smat_fn import checkpoint, random, tree
 from smat_fn.config import PRESETS, Finetune, TaskArithmetic, Training
 from smat_fn.data import batch_indices, pixels
-from smat_fn.data.batching import split_rows
 from smat_fn.mat import finetune, smat
 from smat_fn.models import clip
 from smat_fn.optim import adam
@@ -31,7 +30,6 @@ from smat_fn.scripts.train.joint import joint_run
 from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.training import train_run
 from smat_fn.suites import clip8, load_suite, task_names
-from smat_fn.suites.joint import joint
 from smat_fn.suites.templates import DEFAULT, TEMPLATES, prompts
 
 EXAMPLE = runpy.run_path(str(Path(__file__).parents[2] / "examples/clip_tiny.py"))
@@ -619,19 +617,8 @@ def test_what_mergers_by_data_cannot_have_of_other_tools_is_told(exported, folde
         assert "MNIST" not in text
 
 
-def test_a_joint_step_has_the_loss_of_its_task(suite):
-    together, steps = joint(suite, dict.fromkeys(suite.tasks, 2), seed=5), []
-    for step in range(4):
-        task = suite.tasks[step % 2]
-        batch = suite.batch(task, random.fold_in(random.key(5), task), step // 2)
-        mine = together.batch("joint", random.key(0), step)
-        value, _ = together.loss_fn("joint")(suite.base, mine)
-        assert torch.equal(value, suite.loss_fn(task)(suite.base, batch)[0])
-        parts = together.split(mine, 2)
-        assert sum(part.weight for part in parts) == sum(part.weight for part in (suite.split or split_rows)(batch, 2))
-        steps.append(sum(float(together.loss_fn("joint")(suite.base, part)[0]) * w for part, w in parts))
-        assert steps[-1] / sum(part.weight for part in parts) == pytest.approx(float(value), rel=1e-4)
-    assert len(set(steps)) == 4
+def test_a_joint_step_has_the_loss_of_its_task(suite, joint_of):
+    together = joint_of(suite)
     rows = together.train_rows("joint")
     assert rows["count"] == sum(suite.train_rows(task)["count"] for task in suite.tasks)
     assert rows["hash"] not in {suite.train_rows(task)["hash"] for task in suite.tasks}

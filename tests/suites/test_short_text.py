@@ -17,7 +17,6 @@ from sklearn.linear_model import LogisticRegression
 from smat_fn import checkpoint, grad, random, tree
 from smat_fn.config import PRESETS, Finetune, Fisher, RegMean, TaskArithmetic, Training
 from smat_fn.data import batch_indices, labelled
-from smat_fn.data.batching import split_rows
 from smat_fn.errors import check_member
 from smat_fn.mat import finetune, smat
 from smat_fn.merge.adamerging import adamerging
@@ -36,7 +35,6 @@ from smat_fn.scripts.merge.whole_models import suite_part, whole_base
 from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.training import train_run
 from smat_fn.suites import heads, load_suite, short_text, task_names
-from smat_fn.suites.joint import joint
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "text"
 WORDS = [f"w{i}" for i in range(24)]
@@ -946,19 +944,8 @@ def test_texts_without_a_token_are_told(load, folders, tmp_path):
         ids(["w0", " ", "w1", "\n"], 9)
 
 
-def test_a_joint_step_has_the_loss_of_its_task(suite):
-    together, steps = joint(suite, dict.fromkeys(suite.tasks, 2), seed=5), []
-    for step in range(4):
-        task = suite.tasks[step % 2]
-        batch = suite.batch(task, random.fold_in(random.key(5), task), step // 2)
-        mine = together.batch("joint", random.key(0), step)
-        value, _ = together.loss_fn("joint")(suite.base, mine)
-        assert torch.equal(value, suite.loss_fn(task)(suite.base, batch)[0])
-        parts = together.split(mine, 2)
-        assert sum(part.weight for part in parts) == sum(part.weight for part in (suite.split or split_rows)(batch, 2))
-        steps.append(sum(float(together.loss_fn("joint")(suite.base, part)[0]) * w for part, w in parts))
-        assert steps[-1] / sum(part.weight for part in parts) == pytest.approx(float(value), rel=1e-4)
-    assert len(set(steps)) == 4
+def test_a_joint_step_has_the_loss_of_its_task(suite, joint_of):
+    together = joint_of(suite)
     rows = together.train_rows("joint")
     assert rows["count"] == sum(suite.train_rows(task)["count"] for task in suite.tasks)
     assert rows["hash"] not in {suite.train_rows(task)["hash"] for task in suite.tasks}

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from smat_fn import checkpoint, random, tree
 from smat_fn.config import PRESETS, Dev, Finetune, TaskArithmetic, Training
 from smat_fn.data import chat, text
-from smat_fn.data.batching import batch_indices, split_rows
+from smat_fn.data.batching import batch_indices
 from smat_fn.errors import problems_of
 from smat_fn.evaluate.decoding import TRACE, Decoding, generator
 from smat_fn.evaluate.metrics import TRACE_METRICS, label_accuracy, numeric_accuracy, rouge_l
@@ -33,7 +33,6 @@ from smat_fn.scripts.train.loop import budget
 from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.training import train_run
 from smat_fn.suites import load_suite, task_names, trace
-from smat_fn.suites.joint import joint
 
 EXAMPLE = runpy.run_path(str(Path(__file__).parents[2] / "examples/trace_tiny.py"))
 WORDS = ["hold", "raise", "cut", "the", "rate", "and", "keep", "prices", "stable", "now"]
@@ -1110,19 +1109,8 @@ def test_a_run_does_not_resume_on_another_template_or_on_dev_rows_that_chose_its
     train(resume=True)
 
 
-def test_a_joint_step_has_the_loss_of_its_task(suite):
-    together, steps = joint(suite, dict.fromkeys(suite.tasks, 2), seed=5), []
-    for step in range(4):
-        task = suite.tasks[step % 2]
-        batch = suite.batch(task, random.fold_in(random.key(5), task), step // 2)
-        mine = together.batch("joint", random.key(0), step)
-        value, _ = together.loss_fn("joint")(suite.base, mine)
-        assert torch.equal(value, suite.loss_fn(task)(suite.base, batch)[0])
-        parts = together.split(mine, 2)
-        assert sum(part.weight for part in parts) == sum(part.weight for part in (suite.split or split_rows)(batch, 2))
-        steps.append(sum(float(together.loss_fn("joint")(suite.base, part)[0]) * w for part, w in parts))
-        assert steps[-1] / sum(part.weight for part in parts) == pytest.approx(float(value), rel=1e-4)
-    assert len(set(steps)) == 4
+def test_a_joint_step_has_the_loss_of_its_task(suite, joint_of):
+    together = joint_of(suite)
     first, second = suite.tasks
     epochs = Training(None, 1e-3, epochs={first: 1, second: 3})
     _, whole, run = joint_run(suite, epochs, RunOptions(Path("out"), ("joint",), 0, joint=(second, first)))
