@@ -5,7 +5,7 @@ base was trained from the old one. `gradfix` keeps those coordinates of the chan
 base; `theseus` rotates the change into the coordinates of the new base's layers, which may have other widths.
 """
 
-from .gradfix import descent_signs, gradfix
-from .theseus import Alignment, alignments, theseus
+from .gradfix import descent_signs, gradfix, gradfix_vector
+from .theseus import Alignment, alignments, theseus, theseus_vector
 
-__all__ = ["Alignment", "alignments", "descent_signs", "gradfix", "theseus"]
+__all__ = ["Alignment", "alignments", "descent_signs", "gradfix", "gradfix_vector", "theseus", "theseus_vector"]

@@ -1,6 +1,6 @@
 """GradFix: of an expert's change, the coordinates that lower the task's loss at the new base."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -38,13 +38,21 @@ def gradfix(new: Params, old: Params, expert: Params, signs: Params, *, coef: fl
     Source: Rinaldi et al., "Gradient-sign masking for task vector transport across pre-trained models", 2026
         (arXiv 2510.09658).
     """
-    given, problems = tree.flatten(signs), coef_problems(coef)
+    return applied(new, gradfix_vector(new, old, expert, signs, coef_problems(coef)), coef=coef)
+
+
+def gradfix_vector(new: Params, old: Params, expert: Params, signs: Params, problems: Sequence[str] = ()) -> Leaves:
+    """m ⊙ (θ − θ_old): flat, floating-point leaves only, for `apply_vector`.
+
+    Args: as `gradfix`; problems: found before, raised with those found here.
+    """
+    given = tree.flatten(signs)
     wanted = {path: leaf for path, leaf in tree.flatten(new).items() if leaf.is_floating_point()}
-    problems += problems_of(lambda: tree.check_same(wanted, "new", signs=given))
-    start, vector = changes(new, old, expert, problems, same_shapes=True)
+    found = [*problems, *problems_of(lambda: tree.check_same(wanted, "new", signs=given))]
+    _, vector = changes(new, old, expert, found, same_shapes=True)
     for path, change in vector.items():
         vector[path] = torch.where(change.sign() == given[path].to(change).sign(), change, torch.zeros_like(change))
-    return tree.unflatten(new, applied(start, vector, coef=coef))
+    return vector
 
 
 def descent_signs(loss_fn: LossFn, new: Params, rows: Iterable[Micro], *, vote: Vote = "mean") -> Leaves:

@@ -1,7 +1,7 @@
 """Theseus: an expert's change in the coordinates of the new base's layers, by orthogonal maps between activations."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -12,7 +12,7 @@ from ..errors import raise_problems, some_of
 from ..execution import unrounded
 from ..grad import ModuleLoss
 from ..merge.parts.arithmetic import add
-from ..merge.parts.inputs import coef_problems
+from ..merge.parts.inputs import Leaves, coef_problems
 from ..merge.parts.vectors import applied
 from ..merge.statistics import unpadded
 from ..types import Batch, LossFn, Params
@@ -67,9 +67,25 @@ def theseus(
     Source: Rinaldi et al., "Transporting task vectors across different architectures without training", 2026
         (arXiv 2602.12952).
     """
-    problems = coef_problems(coef)
-    problems += [] if others in get_args(Others) else [f"others is {others!r}, choose zero or add"]
-    start, vector = changes(new, old, expert, problems, same_shapes=False)
+    vector = theseus_vector(new, old, expert, maps, coef_problems(coef), others=others)
+    return applied(new, vector, coef=coef)
+
+
+def theseus_vector(
+    new: Params,
+    old: Params,
+    expert: Params,
+    maps: Mapping[str, Alignment],
+    problems: Sequence[str] = (),
+    *,
+    others: Others = "zero",
+) -> Leaves:
+    """The moved change of `theseus`: flat, floating-point leaves only, for `apply_vector`.
+
+    Args: as `theseus`; problems: found before, raised with those found here.
+    """
+    known = [] if others in get_args(Others) else [f"others is {others!r}, choose zero or add"]
+    start, vector = changes(new, old, expert, [*problems, *known], same_shapes=False)
     problems = [f"maps name {some_of(unknown)}, which new lacks"] if (unknown := _unknown(maps, vector)) else []
     for path, change in vector.items():
         found = maps.get(path)
@@ -82,7 +98,7 @@ def theseus(
             shapes = f"{tuple(change.shape)} in old and {tuple(start[path].shape)} in new"
             problems.append(f"parameter {path!r} has shape {shapes}, which its maps do not join: {way}")
     raise_problems(problems)
-    return tree.unflatten(new, applied(start, vector, coef=coef))
+    return vector
 
 
 def _unknown(maps: Mapping[str, Alignment], vector: Mapping[str, Tensor]) -> list[str]:

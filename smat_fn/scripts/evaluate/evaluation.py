@@ -189,21 +189,32 @@ def evaluate(
                     prints={model: known},
                 )
         if base:
-            rows += _of_bases(manifests, own, scorers, split)
+            rows += _of_bases(manifests, own, scorers, {name: found for name, (_, found) in suites.items()}, split)
     return rows
 
 
 def _of_bases(
-    manifests: Mapping[Path, Mapping[str, Any]], own: Mapping[Path, str], scorers: Mapping[str, Scorer], split: str
+    manifests: Mapping[Path, Mapping[str, Any]],
+    own: Mapping[Path, str],
+    scorers: Mapping[str, Scorer],
+    prints: Mapping[str, str],
+    split: str,
 ) -> list[Result]:
-    """The scores of the bases on the tasks of their checkpoints, for every seed, as experts of label `BASE`."""
+    """The scores of the bases on the tasks of their checkpoints, for every seed, as experts of label `BASE`.
+
+    Args: prints: the fingerprints of the bases, by recipe as the scorers.
+    """
     found: dict[tuple[int, str], Result] = {}
     for folder, manifest in manifests.items():
         scorer, seed = scorers[own[folder]], manifest["seed"]
         for task in _tasks(manifest):
             if (seed, task) not in found:
-                models = {EXPERT + task: scorer.suite.base}
-                (found[seed, task],) = score_models(scorer.suite, models, split, method=BASE, seed=seed, scorer=scorer)
+                model = EXPERT + task
+                scorer.expect(scorer.suite.repeats.get(task, 1))
+                (found[seed, task],) = score_models(
+                    scorer.suite, {model: scorer.suite.base}, split, method=BASE, seed=seed, scorer=scorer,
+                    prints={model: prints[own[folder]]},
+                )  # fmt: skip
     return [*found.values()]
 
 

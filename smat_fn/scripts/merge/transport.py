@@ -1,7 +1,7 @@
 """Experts of a run moved to another base, as a run of its own that can be merged and scored."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ from ...errors import problems_of
 from ...folders.inputs.hub import local_folder
 from ...folders.inputs.vocabulary import tokenizer_notes
 from ...merge import apply_vector, choose, task_vector
-from ...merge.parts.inputs import coef_problems
+from ...merge.parts.inputs import Leaves, coef_problems
 from ...suites import Suite, describe_options, load_suite
-from ...transport import alignments, descent_signs, gradfix, theseus
+from ...transport import alignments, descent_signs, gradfix_vector, theseus_vector
 from .. import outcome
 from ..cli import with_named
 from .inputs import Inputs, all_inputs, check_weights, load_inputs, manifest_of, moving
@@ -60,8 +60,8 @@ def transport(asked: Transport) -> Iterator[str]:
             moving(places[task]).unlink(missing_ok=True)
             yield f"kept: {places[task]}: already finished"
             continue
-        move, data = _mover(asked, old, new, task, expert)
-        params, found = _chosen(asked, new, task, move)
+        vector, data = _vector(asked, old, new, task, expert)
+        params, found = _chosen(asked, new, task, vector)
         manifest = _manifest(asked, inputs.manifests[task], new, params, about, facts[task] | data | found)
         checkpoint.save_expert(places[task], params, manifest | {"task": task}, overwrite=asked.overwrite, hashed=True)
         moving(places[task]).unlink(missing_ok=True)
@@ -137,14 +137,11 @@ def _is_finished(asked: Transport, folder: Path, facts: Mapping[str, Any], about
     return True
 
 
-def _mover(
-    asked: Transport, old: Suite, new: Suite, task: str, expert: Params
-) -> tuple[Callable[[float], Params], dict[str, str]]:
-    """The moved expert as a function of the coefficient, and the digest of the rows that were read."""
+def _vector(asked: Transport, old: Suite, new: Suite, task: str, expert: Params) -> tuple[Leaves, dict[str, str]]:
+    """The moved change of an expert, and the digest of the rows that were read."""
     expert = {path: leaf.to(old.base[path].device) for path, leaf in expert.items()}
     if asked.method == "add":
-        vector = task_vector(expert, old.base)
-        return lambda coef: apply_vector(new.base, vector, coef=coef), {}
+        return task_vector(expert, old.base), {}
     key = random.fold_in(random.fold_in(random.key(asked.seed), "transport"), task)
     batches = batches_of(new, task, asked.split, asked.rows, key)
     data = {"data": digest(batches)}
@@ -155,20 +152,25 @@ def _mover(
             for part in (new.split or split_rows)(batch, length(batch) if asked.vote == "majority" else 1)
         )
         signs = descent_signs(new.loss_fn(task), new.base, parts, vote=asked.vote)
-        return lambda coef: gradfix(new.base, old.base, expert, signs, coef=coef), data
+        return gradfix_vector(new.base, old.base, expert, signs), data
     before = without_padding(old, task, batches_of(old, task, asked.split, asked.rows, key))
     after = without_padding(new, task, batches)
     maps = alignments(old.loss_fn(task), old.base, new.loss_fn(task), new.base, before, after)
-    return lambda coef: theseus(new.base, old.base, expert, maps, coef=coef), data
+    return theseus_vector(new.base, old.base, expert, maps), data
 
 
-def _chosen(asked: Transport, new: Suite, task: str, move: Callable[[float], Params]) -> tuple[Params, dict[str, Any]]:
+def _chosen(asked: Transport, new: Suite, task: str, vector: Leaves) -> tuple[Params, dict[str, Any]]:
     """The moved expert with the best coefficient, and how it was found."""
+
+    def moved(coef: float) -> Params:
+        params: Params = apply_vector(new.base, vector, coef=coef)
+        return params
+
     if len(asked.coefs) == 1:
-        return move(asked.coefs[0]), {"coef": asked.coefs[0]}
-    found = choose(sorted(asked.coefs), lambda coef: new.score(move(coef), task, "dev"))
+        return moved(asked.coefs[0]), {"coef": asked.coefs[0]}
+    found = choose(sorted(asked.coefs), lambda coef: new.score(moved(coef), task, "dev"))
     curve = [list(pair) for pair in found.curve]
-    return move(found.best), {"coef": found.best, "dev_curve": curve, "base_dev": new.score(new.base, task, "dev")}
+    return moved(found.best), {"coef": found.best, "dev_curve": curve, "base_dev": new.score(new.base, task, "dev")}
 
 
 def _scores(found: Mapping[str, Any]) -> str:

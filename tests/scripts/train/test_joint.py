@@ -1,4 +1,4 @@
-"""One model of all tasks: batches of their experts in turn, the same bits when resumed, in no merge, in the table."""
+"""The multi-task model: the batches of the experts in turn, bits after a resume, no input of a merge, its scores."""
 
 import json
 import re
