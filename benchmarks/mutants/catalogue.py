@@ -491,6 +491,18 @@ MUTANTS = [
         ("        return 1 - t, t", "        return t, 1 - t"),
     ),
     *_of(
+        "scripts/recipes/several.py",
+        ("if known.issuperset(step.needs)", "if True"),
+        ("made.get(part, part)", "part"),
+        ("names.count(None) > 1", "names.count(None) > 2"),
+        ("name in _MODELS[2:] and value in _NOT_MODELS", "name in _MODELS and value in _NOT_MODELS"),
+    ),
+    *_of(
+        "merge/metagpt.py",
+        ("square / total for", "square**0.5 / total for"),
+        ("fsum(own[place][place] for own in products())", "products()[0][place][place]"),
+    ),
+    *_of(
         "merge/multislerp.py",
         ("strict=True)) / _size(parts", "strict=True)) * _size(parts"),
         ("<= _CANCELS * live", "<= 0 * live"),

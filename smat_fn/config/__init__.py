@@ -33,6 +33,7 @@ from ..merge.iso_c import IsoC
 from ..merge.iso_cts import IsoCts
 from ..merge.karcher import Karcher
 from ..merge.magmax import MagMax
+from ..merge.metagpt import MetaGpt
 from ..merge.model_stock import ModelStock
 from ..merge.multislerp import MultiSlerp
 from ..merge.nearswap import NearSwap
@@ -56,13 +57,13 @@ from .presets import DIGITS, PRESETS, Adapters, Dev, Preset, Training, preset_of
 from .semantics import DIFFERENCES, Semantics, with_semantics
 
 __all__ = [
-    "DIFFERENCES", "DIGITS", "MERGERS", "METHODS", "MORE_MERGERS", "MORE_METHODS", "PRESETS", "Adapters", "ArceeFusion",
-    "Asam", "Breadcrumbs", "Cart", "Consensus", "Dare", "DareTies", "DcMerge", "Della", "Dev", "Emr", "Finetune",
-    "Fisher", "IsoC", "IsoCts", "Karcher", "L2sp", "MagMax", "MergerConfig", "Mergopt", "MethodConfig", "Mixout",
-    "ModelStock", "Msam", "MultiSlerp", "NearSwap", "NuSlerp", "Opcm", "Orthoreg", "PaperMerger", "Pcb", "Preset",
-    "Ram", "RegMean", "Sce", "Semantics", "Slerp", "Smat", "Svc", "TallMask", "TaskArithmetic", "Ties", "Training",
-    "TsvMerge", "WeightAverage", "WeightedAverage", "WiseFt", "Wudi", "preset_of", "resolve", "settings",
-    "with_semantics",
+    "DIFFERENCES", "DIGITS", "MERGERS", "METHODS", "MORE_MERGERS", "MORE_METHODS", "PRESETS", "Adapters",
+    "ArceeFusion", "Asam", "Breadcrumbs", "Cart", "Consensus", "Dare", "DareTies", "DcMerge", "Della", "Dev", "Emr",
+    "Finetune", "Fisher", "IsoC", "IsoCts", "Karcher", "L2sp", "MagMax", "MergerConfig", "Mergopt", "MetaGpt",
+    "MethodConfig", "Mixout", "ModelStock", "Msam", "MultiSlerp", "NearSwap", "NuSlerp", "Opcm", "Orthoreg",
+    "PaperMerger", "Pcb", "Preset", "Ram", "RegMean", "Sce", "Semantics", "Slerp", "Smat", "Svc", "TallMask",
+    "TaskArithmetic", "Ties", "Training", "TsvMerge", "WeightAverage", "WeightedAverage", "WiseFt", "Wudi",
+    "preset_of", "resolve", "settings", "with_semantics",
 ]  # fmt: skip
 
 PaperMerger: TypeAlias = WeightAverage | TaskArithmetic | Ties | Dare | Della

@@ -34,6 +34,7 @@ _MORE = (
     "sce",
     "arcee_fusion",
     "multislerp",
+    "metagpt",
     "cart",
     "consensus",
     "tall_mask",

@@ -22,6 +22,7 @@ from smat_fn.config import (
     IsoCts,
     Karcher,
     MagMax,
+    MetaGpt,
     ModelStock,
     MultiSlerp,
     NearSwap,
@@ -63,6 +64,7 @@ MORE = {
     "weighted sum": WeightedAverage((0.7, -0.2, 1.3), normalize=False),
     "wise_ft": WiseFt(coef=0.3),
     "slerp": Slerp(coef=0.3),
+    "metagpt": MetaGpt(coef=0.7),
     "model_stock": ModelStock(),
     "dare_ties": DareTies(coef=0.3, drop_prob=0.3),
     "breadcrumbs": Breadcrumbs(coef=0.3, drop_smallest=0.45, drop_largest=0.2),
@@ -167,7 +169,7 @@ def test_every_merger_is_compared():
 
 
 # of the first ones a survey is stored, of a number or of thresholds; the others find nothing there
-RESUMED = "opcm", "ties", "ties tensor", "wa", "ta", "dare", "model_stock", "tsv_merge", "pcb"
+RESUMED = "opcm", "metagpt", "ties", "ties tensor", "wa", "ta", "dare", "model_stock", "tsv_merge", "pcb"
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,7 @@ RUNS = {
     },
     "wise_ft": {"wise-ft": lambda base, experts, key: merge.wise_ft(base, some(experts, 1), coef=0.5)},
     "slerp": {"slerp": lambda base, experts, key: merge.slerp(some(experts, 2), coef=0.5)},
+    "metagpt": {"metagpt": lambda base, experts, key: merge.metagpt(base, experts, coef=0.5)},
     "model_stock": {"model-stock": lambda base, experts, key: merge.model_stock(base, experts, coef=0.5)},
     "dare_ties": {
         f"dare-ties-{aggregate}": lambda base, experts, key, aggregate=aggregate: merge.dare_ties(
@@ -202,6 +203,7 @@ VECTORS = {  # by label, of every run with a base
     "della": lambda base, experts, key: merge.della_vector(key, base, experts, drop_prob=0.4, window=0.2),
     "della-flat": lambda base, experts, key: merge.della_vector(key, base, experts, drop_prob=0.5, window=0.0),
     "wise-ft": lambda base, experts, key: merge.wise_ft_vector(base, some(experts, 1)),
+    "metagpt": lambda base, experts, key: merge.metagpt_vector(base, experts),
     "model-stock": lambda base, experts, key: merge.model_stock_vector(base, experts),
     "dare-ties-sum": lambda base, experts, key: merge.dare_ties_vector(key, base, experts, drop_prob=0.5),
     "dare-ties-mean": lambda base, experts, key: merge.dare_ties_vector(
@@ -274,6 +276,7 @@ ROUNDED = {
     "pcb-weights",
     "cart",
     "karcher",
+    "metagpt",
     "multislerp",
     "sce",
     "sce-half",
@@ -501,7 +504,7 @@ def test_ranks_that_are_counted_are_those_that_are_sorted(name, family, monkeypa
     [
         name
         for name in ALL
-        if name not in ("fisher", "ram-plus", "opcm", "opcm-weights")
+        if name not in ("fisher", "ram-plus", "opcm", "opcm-weights", "metagpt")
         and not name.startswith(("emr", "pcb", "ties-global"))
     ],
 )

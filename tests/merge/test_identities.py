@@ -16,6 +16,7 @@ def name_of(experts):
 
 # options under which nothing is dropped
 WHOLE = {
+    "metagpt": lambda base, experts, coef: merge.metagpt(base, experts, coef=coef),
     "wa": lambda base, experts, coef: merge.weight_average(experts),
     "ta": lambda base, experts, coef: merge.task_arithmetic(base, experts, coef=coef),
     "ties": lambda base, experts, coef: merge.ties(base, experts, coef=coef, keep=1.0, aggregate="mean"),

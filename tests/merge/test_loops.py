@@ -58,6 +58,7 @@ CONFIGS = {  # and the loops that they take
     "pcb by expert": (of.Pcb(coef=0.7, ratio=0.4, clip=0.1, weights=OF_A_LEAF), "among balance balanced"),
     "ta": (of.TaskArithmetic(coef=0.7), "banded"),
     "ta by expert": (of.TaskArithmetic(coef=0.7, weights=BY_EXPERT["weights"], aggregate="mean"), "banded"),
+    "metagpt": (of.MetaGpt(coef=0.7), "banded gram"),
     "model_stock": (of.ModelStock(clamp=False), "banded gram"),
     "nuslerp": (of.NuSlerp(t=0.6), "banded"),
     "multislerp": (of.MultiSlerp(weights=(0.1, 0.2, 0.9)), "banded"),

@@ -1,7 +1,7 @@
 """merge.py's subcommands beside mergers, and words that it takes for other words. No torch until one runs."""
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,9 @@ from .settings import (
 )
 
 if TYPE_CHECKING:
-    from ...folders import Extracted
+    from ...folders import Extracted, Part
+    from ..recipes.own import Recipe
+    from .streaming import Order
 
 
 def verify(args: Verify) -> None:
@@ -150,13 +152,69 @@ def _count(things: Collection[object], one: str, several: str) -> str:
 
 
 def from_recipe(args: FromRecipe) -> None:
-    """Merge, and print a summary."""
-    from ...folders import chunk_of
-    from ..recipes.load import load
+    """Merge, and print a summary of each merge of the file."""
+    from ..recipes.load import documents_of, recipe_of
     from . import streaming
 
     part = streaming.chosen_part(args.part, dry_run=args.dry_run, push=args.push_to_hub)
-    found = load(args.file, into=args.into, partial=args.partial)
+    first, *more = documents_of(args.file, "a recipe")
+    if more:
+        _several(args, [first, *more])
+    else:
+        _merge(args, recipe_of(first, args.file, into=args.into, partial=args.partial), args.out, part)
+
+
+def _several(args: FromRecipe, documents: Sequence[Mapping[str, Any]]) -> None:
+    """The merges of a file, one after another.
+
+    Raises: ValueError for what takes one merge, and all problems of the file that do not depend on an earlier merge.
+    """
+    from ... import errors
+    from ..recipes.load import recipe_of
+    from ..recipes.several import placed, steps_of
+    from . import streaming
+
+    notes, made = list[str](), dict[str, Path]()
+    problems = [
+        f"{args.file} holds several merges, and --{name} is for one: write the last one to a file of its own"
+        for name, value in (("part", args.part), ("push-to-hub", args.push_to_hub))
+        if value is not None
+    ]
+    steps = errors.all_at_once(problems, lambda: steps_of(documents, args.file, notes))
+    for step in steps:  # those of models that are there, before the first merge
+        if not (step.needs or args.dry_run):
+            with errors.collected(problems, of=step.label):
+                found = recipe_of(placed(step, {}), args.file, into=args.into, partial=args.partial)
+                streaming.plan_run([found.config], _order(args, found, step.folder(args.out)))
+    errors.raise_problems(problems)
+    for note in notes:
+        outcome.line(f"note: {note}")
+    for step in steps:
+        if args.dry_run and (waits := [name for name in step.needs if name not in made]):
+            outcome.line(f"{step.label}: checked once {' and '.join(waits)} is merged")
+            continue
+        with errors.collected(problems, of=step.label):
+            found = recipe_of(placed(step, made), args.file, into=args.into, partial=args.partial)
+            _merge(args, found, step.folder(args.out))
+            folder = step.folder(args.out) / found.config.name
+            made |= {step.name: folder} if folder.is_dir() else {}
+        errors.raise_problems(problems)
+
+
+def _merge(args: FromRecipe, found: "Recipe", out: Path, part: "Part | None" = None) -> None:
+    from . import streaming
+
+    order = _order(args, found, out, part)
+    for note in found.notes:
+        outcome.line(f"note: {note}")
+    for line in streaming.run([found.config], order, dry_run=args.dry_run, push=args.push_to_hub, public=args.public):
+        outcome.line(line)
+
+
+def _order(args: FromRecipe, found: "Recipe", out: Path, part: "Part | None" = None) -> "Order":
+    from ...folders import chunk_of
+    from . import streaming
+
     given = dict(found.options)
     seed = given.pop("seed", 0)
     seed = seed if args.seed is None else args.seed
@@ -168,10 +226,10 @@ def from_recipe(args: FromRecipe) -> None:
         if (value := getattr(args, name)) is not None
     }
     given["partial"] = args.partial or given.get("partial", False)
-    order = streaming.order(
+    return streaming.order(
         found.base,
         found.experts,
-        out=args.out,
+        out=out,
         seed=seed,
         coefs=found.coef,
         overwrite=args.overwrite,
@@ -181,10 +239,6 @@ def from_recipe(args: FromRecipe) -> None:
         based=found.config.based,
         **given,
     )
-    for note in found.notes:
-        outcome.line(f"note: {note}")
-    for line in streaming.run([found.config], order, dry_run=args.dry_run, push=args.push_to_hub, public=args.public):
-        outcome.line(line)
 
 
 def printing(module: str, name: str) -> Callable[[Any], None]:

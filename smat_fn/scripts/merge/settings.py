@@ -150,9 +150,9 @@ class FromRecipe:
     """Merge by a recipe: mergekit's YAML, or the recipe.yml of a merged model. `merge.py FILE.yml` is the same."""
 
     file: Annotated[Positional[Path], arg(metavar="FILE")]
-    """YAML file."""
+    """YAML file; several merges are separated by ---, as of mergekit-multi."""
     out: Path
-    """Folder for the merged model, which becomes --out/MERGER."""
+    """Folder for the merged model, which becomes --out/MERGER; merges with a name go to --out/merges/NAME."""
     seed: Annotated[int | None, arg(help_behavior_hint="(default: the file's, else 0)")] = None
     """Seed of random masks."""
     dry_run: bool = False

@@ -40,24 +40,31 @@ def _values(value: Any, known: dict[int, int]) -> int:
     return known[id(value)]
 
 
-def fields_of(file: Path, kind: str) -> dict[str, Any]:
-    """The fields of a YAML file. Raises: ValueError that names the file for one that cannot be read as such."""
+def documents_of(file: Path, kind: str) -> list[dict[str, Any]]:
+    """The fields of each document of a YAML file, without empty ones; of one at least.
+
+    Raises: ValueError that names the file for one that cannot be read as such.
+    """
     try:
-        found = yaml.load(file.read_text(encoding="utf-8"), Fields)
+        documents = list(yaml.load_all(file.read_text(encoding="utf-8"), Fields))
     except OSError as error:
         raise ValueError(f"{file} cannot be read ({error.strerror}): give {kind}") from error
     except (ValueError, LookupError, AttributeError, RecursionError, yaml.YAMLError) as error:  # of !!bool x too
-        if "found another document" in str(error):
-            raise ValueError(
-                f"{file} holds several documents: write each to its own file, merge them in their order, and give the "
-                "output folder of each, OUT/MERGER, where a later one names it"
-            ) from error
         raise ValueError(f"{file} cannot be read as YAML ({' '.join(str(error).split())})") from error
-    if _values(found, {}) > _MOST:
+    if _values(documents, {}) > _MOST:
         raise ValueError(f"{file}: its aliases (*name) stand for more than {_MOST:,} values: write what they stand for")
-    if not isinstance(found, dict):
-        held = "nothing" if found is None else f"a {type(found).__name__}"
+    found = [own for own in documents if own is not None]
+    if wrong := [own for own in found or [None] if not isinstance(own, dict)]:
+        held = "nothing" if wrong[0] is None else f"a {type(wrong[0]).__name__}"
         raise ValueError(f"{file} holds {held}, must be the fields of {kind}")
+    return found
+
+
+def fields_of(file: Path, kind: str) -> dict[str, Any]:
+    """The fields of a YAML file with one document. Raises: ValueError as `documents_of`, and for several ones."""
+    found, *more = documents_of(file, kind)
+    if more:
+        raise ValueError(f"{file} holds several documents, must be the fields of one: write each to its own file")
     return found
 
 
@@ -69,7 +76,11 @@ def load(file: Path, *, into: str | None = None, partial: bool = False) -> Recip
     Raises: ValueError that lists every field that is unknown, malformed, or asks for what no merger here does; no
         model is looked at before.
     """
-    found = fields_of(file, "a recipe")
+    return recipe_of(fields_of(file, "a recipe"), file, into=into, partial=partial)
+
+
+def recipe_of(found: dict[str, Any], file: Path, *, into: str | None = None, partial: bool = False) -> Recipe:
+    """`load` of fields that were read from the file, or from a document of it."""
     if "merger" in found:
         return read_own(found, file)
     if foreign := foreign_file(found, file):

@@ -322,7 +322,6 @@ REFUSALS = {
     "cannot be read as YAML ('x')": "merge_method: !!bool x",
     "cannot be read as YAML (string index": "merge_method: !!int ''",
     "cannot be read as YAML ('NoneType'": "merge_method: !!timestamp x",
-    "holds several documents: write each to its own file": "name: first\n---\nmerge_method: slerp\n",
     "models have equal names among": SHARED | {"models": [{"model": "A"}, {"model": "B/../A"}]},
     "holds a list": "[1]",
     "holds nothing": "# later\n",
