@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from math import fsum
+from typing import ClassVar
 
 from ..types import Params
 from .parts import looped
 from .parts.arithmetic import weighted
 from .parts.inputs import Experts
-from .parts.merger import Mapped, Merger, Rule, merged, vector_function
+from .parts.merger import UNKNOWN, Mapped, Merger, Rule, merged, vector_function
 
 
 def metagpt(base: Params, experts: Experts, *, coef: float = 1.0) -> Params:
@@ -48,6 +49,7 @@ class MetaGpt(Merger):
 
     name = "metagpt"
     grams = True
+    semantics: ClassVar = {"mergekit": UNKNOWN}
     coef: float = 1.0
     """gamma; 1 is the authors'."""
 
