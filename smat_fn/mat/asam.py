@@ -1,5 +1,6 @@
 """ASAM, as in SAFT, and SAM: the gradient after an ascent step along the gradient, two passes a step."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -83,10 +84,19 @@ def build(
 
 
 @no_grad
-def climb(params: Params, grads: Params, *, rho: float, adaptive: bool = True, donate: bool = False) -> Params:
+def climb(
+    params: Params,
+    grads: Params,
+    *,
+    rho: float,
+    adaptive: bool = True,
+    donate: bool = False,
+    out: Mapping[str, Tensor] | None = None,
+) -> Params:
     """``theta + e``, in float32 (float64 for float64 leaves), rounded once to the dtype of params.
 
-    Args: rho: radius, finite and >= 0; donate: may write into grads.
+    Args: rho: radius, finite and >= 0; donate: may write into grads; out: receives the result, by paths, of params'
+        shapes, dtypes and devices.
     Raises: ValueError for a bad rho, trees that do not match, and leaves that are not floating-point tensors.
     """
     if not isinstance(rho, Tensor):  # a tensor may be on a device that the host would wait for
@@ -96,7 +106,8 @@ def climb(params: Params, grads: Params, *, rho: float, adaptive: bool = True, d
     tree.check_floating(slopes, "grads")
     tree.check_same(leaves, "params", grads=slopes)  # compiled loops would read beyond the end of a shorter leaf
     along = [slopes[path] for path in leaves]
-    moved = ops.climb(list(leaves.values()), along, rho=rho, adaptive=adaptive, donate=donate)
+    into = None if out is None else [out[path] for path in leaves]
+    moved = ops.climb(list(leaves.values()), along, rho=rho, adaptive=adaptive, donate=donate, out=into)
     return tree.unflatten(params, dict(zip(leaves, moved, strict=True)))
 
 

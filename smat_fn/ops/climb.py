@@ -9,9 +9,17 @@ from .. import tree
 from ..execution import transformed
 from . import cpu, launch, library
 
+_DENSE = torch.contiguous_format
+
 
 def climb(
-    params: Sequence[Tensor], slopes: Sequence[Tensor], *, rho: float, adaptive: bool, donate: bool = False
+    params: Sequence[Tensor],
+    slopes: Sequence[Tensor],
+    *,
+    rho: float,
+    adaptive: bool,
+    donate: bool = False,
+    out: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
     """``theta + rho theta^2 (.) s / (|| |theta| (.) s || + 1e-12)``; not adaptive: ``|theta|`` is replaced by 1.
 
@@ -19,20 +27,28 @@ def climb(
     kernels read weights and slopes twice, once for the norm, and write the result once, with no tree between them; all
     ways are bit-identical.
 
-    Args: donate: may write into slopes.
+    Args: donate: may write into slopes; out: receives the result, of params' shapes and dtypes.
     """
+    if out is not None:
+        with torch.no_grad():
+            made = [to if to.is_contiguous() else torch.empty_like(to, memory_format=_DENSE) for to in out]
+            climb_into(list(params), list(slopes), made, rho, adaptive)
+            for to, new in zip(out, made, strict=True):
+                if to is not new:
+                    to.copy_(new)
+        return list(out)
     if transformed() or any(type(leaf) not in tree.PLAIN for leaf in (*params, *slopes)):
         return _moved(params, slopes, rho / (tree.global_norm(_weighted(params, slopes, adaptive)) + 1e-12), adaptive)
     with torch.no_grad():
         free = library.owned(dict(enumerate(slopes))) if donate else set()
-        out = [
+        moved = [
             slope
             if i in free and slope.is_contiguous() and (slope.dtype, slope.shape) == (theta.dtype, theta.shape)
-            else torch.empty_like(theta, memory_format=torch.contiguous_format)
+            else torch.empty_like(theta, memory_format=_DENSE)
             for i, (theta, slope) in enumerate(zip(params, slopes, strict=True))
         ]
-        climb_into(list(params), list(slopes), out, rho, adaptive)
-    return out
+        climb_into(list(params), list(slopes), moved, rho, adaptive)
+    return moved
 
 
 @torch.library.custom_op("smat_fn::climb_into", mutates_args=("out",), tags=library.TAGS)

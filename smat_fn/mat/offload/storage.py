@@ -269,6 +269,11 @@ class BaseBuffer:
         for part in self._parts:
             part.prefetch()
 
+    def memory(self) -> dict[str, Tensor]:
+        """The buffers, for the caller to overwrite until the next `prefetch` or `take`; what was copied is lost."""
+        lent = {path: leaf for part in self._parts for path, leaf in part.memory().items()}
+        return {path: lent[path] for path in self._paths}
+
     def take(self) -> dict[str, Tensor]:
         """theta_0 in the buffers, for the caller to overwrite until the next `prefetch` or `take`."""
         taken = {path: leaf for part in self._parts for path, leaf in part.take().items()}
@@ -290,6 +295,12 @@ class _DeviceBuffer:
             copies = _copies(self._pinned, self._buffer, self._slices[self._filled])
             self._ticket = self._runtime.copy(*copies)
             self._filled += 1
+
+    def memory(self) -> dict[str, Tensor]:
+        # no copy, and what the side stream did with this memory before, writes to it any more
+        self._runtime.join(self._runtime.copy([], []))
+        self._filled = 0
+        return self._buffer
 
     def take(self) -> dict[str, Tensor]:
         while self._filled < len(self._slices):

@@ -166,6 +166,18 @@ def buffered(machine, runtime):
     return found
 
 
+def lent(machine, runtime):
+    """A buffer whose memory the main stream writes before the first copy, and after copies that are lost."""
+    buffer, found = BaseBuffer(BASE, BASE, slices=3, runtime=runtime), []
+    for early in range(3):
+        for _ in range(early):
+            buffer.prefetch()
+        for leaf in buffer.memory().values():
+            leaf.fill_(0.0)
+        found.append({path: leaf.clone() for path, leaf in buffer.take().items()})
+    return found
+
+
 def streamed(machine, runtime):
     """Passes in one order, in another, and one that is cut short; what is read of each group."""
     source, found = StreamedBase(BASE, BASE, ahead=2, runtime=runtime), []
@@ -179,7 +191,7 @@ def streamed(machine, runtime):
     return found
 
 
-WAYS = {"buffered": buffered, "streamed": streamed}
+WAYS = {"buffered": buffered, "lent": lent, "streamed": streamed}
 
 
 @pytest.mark.parametrize("way", WAYS)
