@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,13 +20,13 @@ from ..simulation.state import Number, all_off, draw_problems, factor_problems, 
 from ..types import Aux, Batch, Engine, LossFn, Method, Noise, Offload, Optimizer, Params, Where
 from ..where import by_depth, mask_problems
 from . import asam, step
+from .ascent import Climb, climb_problems
 from .sigma_units import SigmaOf, relative_gradient, sigma_problems
 from .simulated import EitherGradient, Result, SimulatedGradient, either_gradient, offload_problems, simulated_gradient
 from .step import Gradient, State, accumulate
 
 __all__ = ["Climb", "Info", "Schedule", "Smat", "State", "build", "build_from", "is_simulated", "literal_step"]
 
-Climb = Literal["clean", "both"]
 AlphaDepth: TypeAlias = tuple[float, float] | Mapping[str, float] | Callable[[str], float]
 
 
@@ -314,9 +314,7 @@ def build_from(
         wrong = mask_problems(where, tree.flatten(like), hyper.get("drop_prob", Schedule.drop_prob))
     found += wrong
     found += [] if lam is None else problems_of(check_lam, lam)
-    found += step.check_not_negative(rho=rho)
-    if climb not in (None, *get_args(Climb)):
-        found.append(f"climb is {climb!r}, choose clean or both, or None for no climb")
+    found += climb_problems(climb, rho)
     if lam is not None and climb == "clean":
         found.append("climb 'clean' needs clean steps, lam has none: take climb 'both', or a period instead of lam")
     raise_problems(found, "smat")

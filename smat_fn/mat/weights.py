@@ -1,8 +1,8 @@
 """A loop of the caller's own: a module's parameters hold the simulated state during forward and backward."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import cast
+from contextlib import contextmanager, nullcontext
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
@@ -15,10 +15,13 @@ from ..simulation import Draw, reweight, simulate
 from ..simulation.state import unknown_factors
 from ..types import Params, Where
 from ..where import block_linear, mask_problems, masked_text, never
+from . import asam, ascent
+from .ascent import Ascent, Climb
 from .offload.storage import BaseBuffer
 
 _OPEN = WeakSet[nn.Module]()  # modules whose parameters hold theta~, by `SimulatedWeights.of`
 _ELSEWHERE = "grad_sample", "main_grad"  # gradients that Opacus and Megatron read instead of ``grad``
+_CLIMBED = object()  # in place of a draw: the state theta + e of a clean step
 
 
 class SimulatedWeights:
@@ -36,11 +39,13 @@ class SimulatedWeights:
         slices: the number of `prepare` calls over which a base in host memory is copied to the device, into the one
             buffer that then becomes theta~ (``offload="cpu"`` of `simulated_gradient`). None: the base stays where it
             is. At least 1; needs ``switch`` and no ``starts``.
-        once: the caller changes no parameter between two blocks of one ``Draw`` object, which is simulated once. Else
-            every block simulates, since writes of fused optimizers and through ``.data`` cannot be seen.
+        once: the caller changes no parameter between two blocks of one ``Draw`` object, which is simulated once, nor
+            between two clean ones without `prepare` before the second. Else every block simulates, since writes of
+            fused optimizers and through ``.data`` cannot be seen.
+        climbs: the ascent step of clean steps, or of all; None: there is none. Needs ``switch`` and no ``starts``.
 
-    Raises: ValueError that lists bad ``slices``, parameters that share memory with base, which training would change
-        with them, or with each other, frozen ones, and parameters whose storage FSDP1 or DTensor owns.
+    Raises: ValueError that lists bad ``slices`` and ``climbs``, parameters that share memory with base, which training
+        would change with them, or with each other, frozen ones, and parameters whose storage FSDP1 or DTensor owns.
     """
 
     def __init__(
@@ -53,13 +58,17 @@ class SimulatedWeights:
         switch: bool = True,
         slices: int | None = None,
         once: bool = False,
+        climbs: Ascent | None = None,
     ) -> None:
         problems = [] if slices is None else count_problem("slices", slices)
         if slices is not None and not (switch and starts is None):
             problems.append("slices needs switch=True and starts=None: leave it out, and the base stays where it is")
+        if climbs is not None and not (switch and starts is None):
+            problems.append("climbs needs switch=True and starts=None: the climb's norm is that of whole parameters")
         raise_problems(problems + trained.weight_problems(parameters, base), "SimulatedWeights")
         self._parameters, self._base, self._where, self._starts = parameters, base, tree.predicate(where), starts
-        self._switch, self._drawn = switch, cast(Draw | None, None)
+        self._switch, self._climbs = switch, climbs
+        self._drawn = cast(object, None)  # the draw of the state in the buffer, or `_CLIMBED`
         self._once = once or slices is not None  # a base in host memory has become theta~
         self._module = cast(nn.Module | None, None)
         self._check_base: Callable[[], None] = lambda: None
@@ -72,12 +81,21 @@ class SimulatedWeights:
         self._buffer = {path: torch.empty_like(p.data) for path, p in parameters.items()} if new else {}
         self._kept, self._away = dict[str, Tensor](), False  # theta, while the parameters hold theta~; inside `away`
         # the first step's draw, and the number of passes after it: see `_compared`
-        self._first, self._later = cast(Draw | None, None), 0
+        self._first, self._later = cast(object, None), 0
         self._looked = 0  # reweightings
         self._unread = dict[str, Tensor](), dict[str, Tensor]()  # norms before and after the last pass, on a device
 
     @classmethod
-    def of(cls, module: nn.Module, *, base: Params | None = None, where: Where | None = None) -> "SimulatedWeights":
+    def of(
+        cls,
+        module: nn.Module,
+        *,
+        base: Params | None = None,
+        where: Where | None = None,
+        optimizer: Any = None,
+        climb: Climb | None = None,
+        rho: float = 0.5,
+    ) -> "SimulatedWeights":
         """Of the trained parameters of a module, by their names in it.
 
         Args:
@@ -85,25 +103,38 @@ class SimulatedWeights:
             base: theta_0 by name, which may hold more than the trained parameters; None: a copy of these as they are
                 now, so before a checkpoint of a run that is resumed is loaded.
             where: the masked set; None: `smat_fn.where.block_linear` of the module, unlike in the class and `simulate`.
+            optimizer: torch's, whose momentum is the direction of the climb; a list where several train the module.
+            climb: None; "clean": blocks of clean steps, ``at(None)``, hold ``theta + e``,
+                ``e = rho theta^2 (.) d / (|| |theta| (.) d || + 1e-12)`` with d the momentum, so 0 before the first
+                update; "both": theta~ too is that of theta + e.
+            rho: radius of the climb, >= 0.
 
         Raises:
             ValueError: On construction: as the class; no trained parameter, sparse gradients, an embedding that
-                clips its rows, or a base of other names or shapes. In simulated steps: parameters that were replaced,
-                frozen or unfrozen since, a base that was written to, a gradient of the draw before that was not
-                reweighted, or gradients of other passes that were not cleared before a block.
+                clips its rows, or a base of other names or shapes; with ``climb``, an optimizer without a momentum or
+                without a parameter. In simulated steps: parameters that were replaced, frozen or unfrozen since, a base
+                that was written to, a gradient of the draw before that was not reweighted, or gradients of other passes
+                that were not cleared before a block. In steps that climb: the same but for gradients of other passes,
+                and a momentum of another shape or device.
+
+        Source: of ``climb``: `smat_fn.mat.msam`.
         """
         if not isinstance(module, nn.Module):
             raise ValueError(f"SimulatedWeights: module is a {type(module).__name__}, must be a torch.nn.Module")
         leaves = trained.leaves_of(module)
         problems = trained.embedding_problems(module)
         problems += [] if leaves else ["the module has no parameter with requires_grad: unfreeze what is trained"]
+        problems += ascent.climb_problems(climb, rho)
+        problems += [] if problems or climb is None else ascent.optimizer_problems(optimizer, leaves)
         raise_problems(problems, "SimulatedWeights")
         if base is None:
             own = {path: p.detach().clone() for path, p in leaves.items()}
         else:  # of the whole module, perhaps
             own = {path: leaf for path, leaf in tree.flatten_unwrapped(base).items() if path in leaves}
             tree.check_same(leaves, "the module", base=own)
-        states = cls(leaves, own, where=block_linear(trained.bare(module)) if where is None else where)
+        climbs = None if climb is None else Ascent(lambda: optimizer, climb, rho)
+        where = block_linear(trained.bare(module)) if where is None else where
+        states = cls(leaves, own, where=where, climbs=climbs)
         states._module = module
         if base is not None:
             states._check_base = tree.unchanged(own)
@@ -113,20 +144,22 @@ class SimulatedWeights:
         return f"SimulatedWeights: Mask acts on {masked_text(self._where, self._parameters)}"
 
     def prepare(self) -> None:
-        """Called in a clean step, in which a part of theta_0 can be copied."""
-        if self._host is not None:
+        """Called before a clean step, in which a part of theta_0 can be copied where no climb takes its memory."""
+        if self._climbs is not None:
+            self._drawn = None  # weights and momentum are others than in the step before
+        elif self._host is not None:
             self._host.prefetch()
 
     @contextmanager
     def at(self, drawn: Draw | None) -> Iterator[None]:
         """Replace the parameters by the state of the draw inside the block, and restore theta, also after an exception.
 
-        All micro-batches of a step share one ``Draw`` object. None is a clean step: theta stays. Of a module, batch
-        norms keep their running statistics inside the block.
+        All micro-batches of a step share one ``Draw`` object. None is a clean step: theta stays, or with a climb is
+        replaced by theta + e. Of a module, batch norms keep their running statistics inside the block of a draw.
 
         Raises: ValueError for a draw with Mask where the masked set names no parameter, for factors of alpha of other
             names than the parameters', and for weights that were written to inside the block; of a device, writes that
-            only a norm shows when the next block begins.
+            only a norm shows when the next block begins; with a climb, for a momentum that cannot be read.
         """
         module = None if self._module is None else trained.bare(self._module)
         if self._kept or module in _OPEN:
@@ -134,29 +167,26 @@ class SimulatedWeights:
                 "at() inside another at() of these weights, or a block before was not left (an exception, or a hook "
                 "that did not run): leave it first"
             )
-        if drawn is None:
+        if drawn is None and self._climbs is None:
             yield
             return
-        if not isinstance(drawn, Draw):
+        if drawn is not None and not isinstance(drawn, Draw):
             raise ValueError(f"draw is a {type(drawn).__name__}, must be what smat_fn.draw returns, or None")
-        raise_problems(self._draw_problems(drawn))
-        begun = {path: (p.grad, _version(p.grad)) for path, p in self._parameters.items() if p.grad is not None}
+        raise_problems([] if drawn is None else self._draw_problems(drawn))
         first = drawn is not self._passed
         if self._module is not None:
-            now = trained.leaves_of(self._module)
-            found = trained.changes(self._parameters, now, "when SimulatedWeights was made")
-            raise_problems([*found, "make it again, from theta_0 (base=)"] if found else [])
-            if first and self._differentiated:
-                raise ValueError(
-                    "the gradient of the draw before was not reweighted: call reweight_grads(drawn) after the last "
-                    "block of a draw, before clipping and the optimizer (micro-batches of a step share one Draw, made "
-                    "before the first of them)"
-                )
+            self._check_module(first)
+        slopes = self._slopes(drawn)
+        if drawn is None:  # gradients of micro-batches before are added to, and nothing is reweighted
+            with nullcontext() if slopes is None else self._held(None, slopes):
+                yield
+            return
+        begun = {path: (p.grad, _version(p.grad)) for path, p in self._parameters.items() if p.grad is not None}
         # gradients are seldom there, so that the host seldom waits
         looked = begun if self._module is not None and first else {}
         others = {path for path, (grad, _) in looked.items() if bool(grad.any())}
         norms = [] if module is None else trained.norms_of(module)
-        with self._held(drawn), trained.still(norms):
+        with self._held(drawn, slopes), trained.still(norms):
             yield
         ended = {path: p.grad for path, p in self._parameters.items() if p.grad is not None}
         same = [path for path, (grad, _) in begun.items() if ended.get(path) is grad]
@@ -172,6 +202,25 @@ class SimulatedWeights:
         written = any(_version(ended[path]) != begun[path][1] for path in same)
         self._differentiated |= len(same) < len(ended) or written
 
+    def _check_module(self, first: bool) -> None:
+        """Raises: ValueError for other parameters than at the start; first: for a gradient that is not reweighted."""
+        assert self._module is not None
+        now = trained.leaves_of(self._module)
+        found = trained.changes(self._parameters, now, "when SimulatedWeights was made")
+        raise_problems([*found, "make it again, from theta_0 (base=)"] if found else [])
+        if first and self._differentiated:
+            raise ValueError(
+                "the gradient of the draw before was not reweighted: call reweight_grads(drawn) after the last block "
+                "of a draw, before clipping and the optimizer (micro-batches of a step share one Draw, made before the "
+                "first of them)"
+            )
+
+    def _slopes(self, drawn: Draw | None) -> dict[str, Tensor] | None:
+        """The momentum along which the block climbs; None: it does not climb, as before the first update."""
+        if self._climbs is None or (drawn is not None and self._climbs.climb == "clean"):
+            return None
+        return ascent.momentum_in(self._climbs.optimizer(), self._parameters)
+
     def _draw_problems(self, drawn: Draw) -> list[str]:
         problems, picks = unknown_factors(drawn.factors, self._parameters, "factors of alpha name"), self._where
         self._masks = (
@@ -186,7 +235,9 @@ class SimulatedWeights:
         return problems
 
     @contextmanager
-    def _held(self, drawn: Draw) -> Iterator[None]:
+    def _held(self, drawn: Draw | None, slopes: Mapping[str, Tensor] | None) -> Iterator[None]:
+        point = _CLIMBED if drawn is None else drawn
+        turn = object() if drawn is None else drawn  # clean blocks have no draw that would tell steps apart
         unread, self._unread = self._unread, ({}, {})
         _refuse_writes(_differing(*unread))
         self._check_base()
@@ -198,27 +249,25 @@ class SimulatedWeights:
         if self._module is not None:
             _OPEN.add(trained.bare(self._module))
         try:
-            if not self._switch or drawn is not self._drawn:
+            if not self._switch or point is not self._drawn:
                 base = self._base
                 if self._host is not None:
-                    base = self._host.take()
+                    base = self._host.memory() if drawn is None else self._host.take()
                     self._buffer = {path: _laid_out(base[path], weight) for path, weight in weights.items()}
                 elif self._switch:  # a module's dtype, device or memory format may have changed
                     self._buffer = {path: _fitting(self._buffer[path], weight) for path, weight in weights.items()}
-                with torch.no_grad():
-                    states = self._buffer if self._switch else weights
-                    simulate(kept, base, drawn, where=self._where, out=states, starts=self._starts)
-                self._drawn = drawn
+                self._write(kept, base, drawn, slopes, self._buffer if self._switch else weights)
+                self._drawn = point
             if self._switch:
                 for path, p in self._parameters.items():
                     p.data = self._buffer[path]
             torch.clear_autocast_cache()  # which holds rounded weights until the caller's outermost torch.autocast ends
             before = tree.versions(self._parameters)
-            compared = self._compared(drawn)
+            compared = self._compared(turn)
             norms = _norms(compared)
             yield
             changed, after = tree.written(self._parameters, before), _norms(compared)
-            if self._first is drawn or _at_hand(after):
+            if self._first is turn or _at_hand(after):
                 changed += [path for path in _differing(norms, after) if path not in changed]
             else:  # the host would wait for the device; by the next pass the numbers are there
                 self._unread = norms, after
@@ -229,7 +278,7 @@ class SimulatedWeights:
             _refuse_writes(changed)
         except BaseException:
             self._drawn = None  # another try begins with other weights
-            self._first = None if self._first is drawn else self._first
+            self._first = None if self._first is turn else self._first
             raise
         finally:
             try:
@@ -242,6 +291,22 @@ class SimulatedWeights:
             if self._module is not None:
                 _OPEN.discard(trained.bare(self._module))
 
+    @torch.no_grad()
+    def _write(
+        self,
+        theta: Mapping[str, Tensor],
+        base: Mapping[str, Tensor],
+        drawn: Draw | None,
+        slopes: Mapping[str, Tensor] | None,
+        out: Mapping[str, Tensor],
+    ) -> None:
+        """theta~, theta + e, or theta~ of theta + e. Args: out: may be base where it is in host memory."""
+        if slopes is not None and self._climbs is not None:
+            over = drawn is not None and self._host is not None  # theta_0, which simulate reads
+            theta = asam.climb(theta, slopes, rho=self._climbs.rho, out=None if over else out)
+        if drawn is not None:
+            simulate(theta, base, drawn, where=self._where, out=out, starts=self._starts)
+
     def _put_back(self, kept: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
             for path, p in self._parameters.items():
@@ -250,11 +315,11 @@ class SimulatedWeights:
                 else:
                     p.detach().copy_(kept[path])
 
-    def _compared(self, drawn: Draw) -> dict[str, Tensor]:
+    def _compared(self, drawn: object) -> dict[str, Tensor]:
         """The parameters whose norms are compared before and after a pass, since writes to p.data leave no trace.
 
-        All of them in the first simulated step: what a program does, it does in most steps. Later one a pass, each in
-        its turn, which finds whatever writes into all of them at once.
+        All of them in the first step at another state: what a program does, it does in most steps. Later one a pass,
+        each in its turn, which finds whatever writes into all of them at once.
         """
         self._first = drawn if self._first is None else self._first
         paths = list(self._parameters) if self._switch else []
@@ -357,8 +422,8 @@ def _differing(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> lis
 def _refuse_writes(changed: Sequence[str]) -> None:
     if changed:
         raise ValueError(
-            f"parameters were written to while they held theta~ ({some_of(changed)}), and the end of the simulated "
-            "pass undoes it: update weights before or after, at theta"
+            f"parameters were written to while they held theta~ ({some_of(changed)}), or theta + e of a climb, and the "
+            "end of the block undoes it: update weights before or after, at theta"
         )
 
 

@@ -74,7 +74,7 @@ METHODS = {
 FILES = sorted(
     f.stem
     for f in Path(smat_fn.mat.__file__).parent.glob("*.py")
-    if not f.stem.startswith("_") and f.stem not in ("step", "simulated", "sigma_units", "weights")
+    if not f.stem.startswith("_") and f.stem not in ("ascent", "step", "simulated", "sigma_units", "weights")
 )
 RUNS = [pytest.param(name, kw, id=f"{name} {label}") for name in METHODS for label, kw in METHODS[name][0].items()]
 each_run = pytest.mark.parametrize(("name", "hyper"), RUNS)

@@ -82,7 +82,9 @@ def test_methods_are_tuned_as_the_studies_chose(name, chosen_there):
 def test_methods_correspond_to_files_and_their_options_to_arguments():
     folder = Path(mat.__file__).parent
     files = {p.stem for p in folder.glob("*.py") if not p.stem.startswith("_")}
-    assert files - {"step", "simulated", "sigma_units", "weights"} == {c.module for c in (*METHODS, *MORE_METHODS)}
+    assert files - {"ascent", "step", "simulated", "sigma_units", "weights"} == {
+        c.module for c in (*METHODS, *MORE_METHODS)
+    }
     shared = {*inspect.signature(mat.finetune.build).parameters, "offload"}  # a run's: no result depends on it
     for method in (*METHODS, *MORE_METHODS):
         build = import_module(f"smat_fn.mat.{method.module}").build
