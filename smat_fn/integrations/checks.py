@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import errors, tree
 from ..grad import trained
+from ..mat.ascent import Ascent
 from ..mat.smat import Schedule, is_simulated
 from ..parallel.world import World
 from ..simulation.relative import beside_update, update_rms
@@ -22,7 +23,8 @@ from ..where import masked_text
 _OWN_LOOPS = "PPOTrainer", "OnlineDPOTrainer", "NashMDTrainer", "XPOTrainer"  # TRL: no training_step or compute_loss
 _INSIDE_BACKWARD = "LayerWiseDummyOptimizer", "Lomo", "AdaLomo"
 _SAMPLED = 64  # values of a parameter by which another theta_0 is recognised
-_BEFORE = {"alpha_max": 1.0, "factors": {}, "antithetic": False}  # in records that lack them
+# in records that lack them
+_BEFORE = {"alpha_max": 1.0, "factors": {}, "antithetic": False, "climb": None, "rho": None}
 _NAMES = {"masked": "hash of the masked parameters", "theta_0": "hash of theta_0"}  # in errors
 
 
@@ -34,7 +36,12 @@ def key_problems(key: Any) -> list[str]:
 
 
 def record(
-    key: Tensor, schedule: Schedule, base: Mapping[str, Tensor], where: Predicate, samples: Mapping[str, bytes]
+    key: Tensor,
+    schedule: Schedule,
+    climbs: Ascent | None,
+    base: Mapping[str, Tensor],
+    where: Predicate,
+    samples: Mapping[str, bytes],
 ) -> dict[str, Any]:
     """JSON values that a run must share to resume from a checkpoint. Args: samples: of base, as `samples_of`."""
     masked = hashlib.blake2b(digest_size=8)
@@ -44,7 +51,8 @@ def record(
     numbers = {name: float(getattr(schedule, name)) for name in ("alpha_min", "drop_prob", "sigma", "alpha_max")}
     factors = {path: float(factor) for path, factor in (schedule.factors or {}).items()}
     settings: dict[str, Any] = {"period": schedule.period, "noise": schedule.noise, "antithetic": schedule.antithetic}
-    settings |= {**numbers, "factors": factors}
+    settings |= {**numbers, "factors": factors, "climb": None, "rho": None}
+    settings |= {} if climbs is None else {"climb": climbs.climb, "rho": float(climbs.rho)}
     return {"key": key.tolist(), **settings, "masked": masked.hexdigest(), "theta_0": hash_of(samples)}
 
 
@@ -230,10 +238,14 @@ def gradient_problems(leaves: Mapping[str, nn.Parameter]) -> list[str]:
     return []
 
 
-def describe(schedule: Schedule, leaves: Mapping[str, Tensor], where: Predicate) -> str:
-    """One line: which steps, which operations, and which parameters are masked."""
+def describe(schedule: Schedule, climbs: Ascent | None, leaves: Mapping[str, Tensor], where: Predicate) -> str:
+    """One line: which steps, which operations, which parameters are masked, and which steps climb."""
+    climbing = ""
+    if climbs is not None:
+        steps = "all steps climb" if climbs.climb == "both" else "clean steps climb"
+        climbing = f"; {steps} along the optimizer's momentum, rho {climbs.rho:g}"
     if schedule.off:
-        return "SMAT: Scale, Mask and Perturb are off, every step is clean"
+        return f"SMAT: Scale, Mask and Perturb are off, every step is clean{climbing}"
     every = "every step" if schedule.period == 1 else f"every step s with (s + 1) % {schedule.period} == 0"
     off = schedule.alpha_min == schedule.alpha_max == 1
     parts = ["Scale off" if off else f"Scale alpha from {schedule.alpha_min} to {schedule.alpha_max:g}"]
@@ -247,7 +259,7 @@ def describe(schedule: Schedule, leaves: Mapping[str, Tensor], where: Predicate)
         parts.append("Mask off")
     parts.append(f"Perturb {schedule.noise} noise of RMS {schedule.sigma}" if schedule.sigma else "Perturb off")
     pairs = ", in antithetic pairs" if schedule.antithetic else ""
-    return f"SMAT simulates {every}{pairs}: {'; '.join(parts)}"
+    return f"SMAT simulates {every}{pairs}: {'; '.join(parts)}{climbing}"
 
 
 def class_problems(trainer: Any) -> list[str]:

@@ -19,6 +19,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import errors, tree
 from ..grad import trained
+from ..mat import ascent
+from ..mat.ascent import Ascent, Climb
 from ..mat.offload import storage
 from ..mat.smat import Schedule
 from ..mat.weights import SimulatedWeights
@@ -51,9 +53,13 @@ class Attached:
         *,
         base: Params | Literal["host"] | None,
         where: Where | None,
+        climb: Climb | None = None,
+        rho: float = 0.5,
     ) -> None:
         self.draw: Draw | None = None
         self._trainer, self._key, self._schedule, self._asked = trainer, key, schedule, where
+        self._climbs = None if climb is None else Ascent(self._optimizer, climb, rho)
+        self._plain = schedule.off and climb is None  # every step's loss is at theta
         self._host = isinstance(base, str)
         self._given = None if base is None or self._host else tree.flatten_unwrapped(base)
         self._check_base: Callable[[], None] = lambda: None
@@ -151,9 +157,16 @@ class Attached:
             found = trained.changes(self._own, leaves, "at attach")
             problems += found + (["freeze, unfreeze and resize before attach"] if found else [])
         problems += unknown_factors(self._schedule.factors or {}, leaves, "factors of alpha name")
-        errors.raise_problems(problems + mask_problems(where, leaves, self._schedule.drop_prob))
-        self._text = checks.describe(self._schedule, leaves, where)
+        problems += mask_problems(where, leaves, self._schedule.drop_prob)
+        # train() makes the optimizer where none is given
+        if self._climbs is not None and (self._optimizer() is not None or getattr(self._trainer, "is_in_train", False)):
+            problems += [] if problems else ascent.optimizer_problems(self._optimizer(), leaves)
+        errors.raise_problems(problems)
+        self._text = checks.describe(self._schedule, self._climbs, leaves, where)
         return leaves
+
+    def _optimizer(self) -> Any:
+        return self._trainer.optimizer
 
     def _where(self, model: nn.Module) -> Predicate:
         return predicate(self._asked) or block_linear(trained.bare(model))
@@ -173,11 +186,13 @@ class Attached:
         else:
             base = {path: base[path].to(p.device) for path, p in leaves.items()}
         slices = max(1, self._schedule.period - 1) if self._host else None
-        self._weights = SimulatedWeights(leaves, base, where=self._where(model), slices=slices, once=True)
+        self._weights = SimulatedWeights(
+            leaves, base, where=self._where(model), slices=slices, once=True, climbs=self._climbs
+        )
         self._leaves, self._dtypes = leaves, [p.dtype for p in leaves.values()]
         origin: Mapping[str, Tensor] = self._own if self._host else base
         self._origin = checks.samples_of(origin)
-        record = checks.record(self._key, self._schedule, origin, self._where(model), self._origin)
+        record = checks.record(self._key, self._schedule, self._climbs, origin, self._where(model), self._origin)
         errors.raise_problems(checks.process_problems(checks.of_all_processes(record)))
         state = self._trainer.state
         start = 0 if _RECORD in state.stateful_callbacks else state.global_step  # of the steps with SMAT
@@ -252,7 +267,7 @@ class Attached:
             self._step, self._now = step, self._schedule.draw(self._key, step)
             if self._now is not None:
                 self.draw = self._now
-            elif not self._schedule.off:
+            elif not self._plain:
                 weights.prepare()
         self._within, before = True, self._seen()
         try:
@@ -309,7 +324,7 @@ class Attached:
         """An error for a forward pass with gradients before compute_loss: in a simulated step it would be at theta."""
 
         def before(*_: Any) -> None:
-            if self._inside is not None and not self._schedule.off and torch.is_grad_enabled():
+            if self._inside is not None and not self._plain and torch.is_grad_enabled():
                 raise ValueError(checks.early_forward(self._trainer))
 
         if self._summed < 0:  # what a program does, it does in most steps: parts are watched in the first one alone
@@ -341,15 +356,15 @@ class Attached:
             return original(*args, **options)
         inside, self._inside = self._inside, None
         self._early.close()  # before the model may be compiled
-        if inside is not None and not self._schedule.off and self._summed != self._step:
+        if inside is not None and not self._plain and self._summed != self._step:
             errors.raise_problems(checks.gradient_problems(self._leaves))
         self._summed = self._summed if inside is None else self._step
-        if inside is not None and self._now is not None and self._weights is not None:
+        if inside is not None and not (self._now is None and self._climbs is None) and self._weights is not None:
             # from here to the end of the backward pass; what is prepared before, and may be generated, is at theta
             for owner, name in self._at_theta:
                 inside.enter_context(_instead(owner, name, _Away(self._weights, owner, name)))
             inside.enter_context(self._weights.at(self._now))
-            inside.enter_context(trained.still(self._norms))
+            inside.enter_context(trained.still([] if self._now is None else self._norms))
         return original(*args, **options)
 
     def _log(self, logs: dict[str, float], *args: Any, **options: Any) -> Any:
@@ -380,6 +395,8 @@ def attach(
     alpha_max: float = 1.0,
     factors: Mapping[str, float] | None = None,
     antithetic: bool = False,
+    climb: Climb | None = None,
+    rho: float = 0.5,
 ) -> Attached:
     r"""Train by SMAT in a ``transformers.Trainer``, which still does everything else.
 
@@ -391,6 +408,10 @@ def attach(
     draw of step s is ``draw(fold_in(key, s), ...)``, so that a resumed run has the same draws. The trainer's logs gain
     ``smat/simulated``, the share of simulated steps since the last log, and ``smat/alpha``, their mean alpha;
     ``grad_norm`` there is that of the reweighted gradient.
+
+    With ``climb`` the parameters hold ``theta + e`` in clean steps, for as long as theta~ in simulated ones, where
+    ``e = rho theta^2 (.) d / (|| |theta| (.) d || + 1e-12)`` and d is the optimizer's momentum before the step, so that
+    e is 0 in the first one. With Scale, Mask and Perturb off (alpha_min 1, drop_prob 0, sigma 0) this is MSAM.
 
     The parameters are those of the model when ``train()`` begins (``model_init`` and hyperparameter search are fine),
     compared again before every step. Attaching again replaces the earlier SMAT; without base, its theta_0 stays.
@@ -404,6 +425,9 @@ def attach(
             host memory, bit-identical, moved during clean steps into the one buffer that becomes theta~.
         where: the masked set; None: `smat_fn.where.block_linear` of the model.
         alpha_min, drop_prob, sigma, period, noise, alpha_max, factors, antithetic: as of `smat_fn.Schedule`.
+        climb: None; "clean": clean steps climb along the momentum of the trainer's optimizer; "both": simulated steps
+            too, whose theta~ is that of theta + e.
+        rho: radius of the climb, >= 0.
 
     Returns:
         A handle with ``detach()``.
@@ -411,22 +435,24 @@ def attach(
     Raises:
         ValueError: lists bad options, a base that does not match or shares memory with the model, parameters that
             share memory, an empty masked set with ``drop_prob > 0``, sharded weights, optimizers that step in the
-            backward pass or lack a parameter, trainers with a loop of their own, or trained before; in training, other
-            parameters, weights that changed before its first step, a base that was written to, or another run.
+            backward pass or lack a parameter, with ``climb`` those without a momentum, trainers with a loop of their
+            own, or trained before; in training, other parameters, weights that changed before its first step, a base
+            that was written to, or another run.
 
-    Source: paper sections 4.1 to 4.3; alpha_max, factors and antithetic are not in it. Memory: theta_0 and theta~
-    beside the model; theta~ alone with "host".
+    Source: paper sections 4.1 to 4.3; alpha_max, factors, antithetic and climb (`smat_fn.mat.msam`) are not in it.
+    Memory: theta_0 and theta~ beside the model; theta~ alone with "host", which is not copied ahead where clean steps
+    climb; theta + e takes the memory of theta~.
     """
     hyper: dict[str, Any] = {"alpha_min": alpha_min, "drop_prob": drop_prob, "sigma": sigma, "period": period}
     hyper |= {"noise": noise, "alpha_max": alpha_max, "factors": factors, "antithetic": antithetic}
     problems = errors.problems_of(Schedule, **hyper) + checks.key_problems(key)
-    problems += errors.problems_of(tree.predicate, where)
+    problems += errors.problems_of(tree.predicate, where) + ascent.climb_problems(climb, rho)
     if isinstance(base, str) and base != "host":
         problems.append(f"base is {base!r}, must be 'host', theta_0 by parameter name, or None")
     problems += checks.model_problems(trainer)
     errors.raise_problems(problems + checks.class_problems(trainer))
     earlier, origin = vars(trainer).get(_HANDLE), dict[str, Tensor](trained.leaves_of(trainer.model))
-    handle = Attached(trainer, key, Schedule(**hyper), base=base, where=where)
+    handle = Attached(trainer, key, Schedule(**hyper), base=base, where=where, climb=climb, rho=rho)
     known = dict[str, Tensor]()
     if earlier is not None and earlier._model is trainer.model and earlier._own:
         known = earlier._frozen | earlier._own

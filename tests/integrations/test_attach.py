@@ -1311,7 +1311,8 @@ def test_an_embedding_that_clips_its_rows_is_refused(tmp_path):
         attach(own_trainer(model, tmp_path), key=KEY, **STRENGTHS)
 
 
-def test_batch_norms_have_no_running_statistics_of_simulated_states(tmp_path):
+@pytest.mark.parametrize("climb", [None, "both"])
+def test_batch_norms_have_no_running_statistics_of_simulated_states(climb, tmp_path):
     inner = worker.model(torch.float32)
     module = Squares(inner[0], nn.BatchNorm1d(inner[0].out_features), *inner[1:])
     means = [module[1].running_mean.clone()]
@@ -1322,8 +1323,9 @@ def test_batch_norms_have_no_running_statistics_of_simulated_states(tmp_path):
 
     batches = [dict(zip("xy", (part.float() for part in worker.batch(step)), strict=True)) for step in range(STEPS)]
     more = {"train_dataset": Stream(batches), "data_collator": lambda rows: rows[0]}
-    trainer = trainer_of(module, tmp_path, batch=1, max_steps=4, callbacks=[Means()], more=more, **SGD)
-    attach(trainer, key=KEY, where=worker.masked, **STRENGTHS | {"period": 2})
+    options = SGD | {"optim": "adamw_torch" if climb else "sgd"}
+    trainer = trainer_of(module, tmp_path, batch=1, max_steps=4, callbacks=[Means()], more=more, **options)
+    attach(trainer, key=KEY, where=worker.masked, climb=climb, **STRENGTHS | {"period": 2})
     trainer.train()
     moved = [not torch.equal(before, after) for before, after in pairwise(means)]
     assert moved == [True, False, True, False]  # steps 1 and 3 are simulated

@@ -29,10 +29,12 @@ def refused(folder, rank):
 def main(folder):
     found = refused(folder, int(os.environ["RANK"]))
     assert re.match("hash of theta_0 is .* in process 0, and .* in process 1; theta_0 is a copy", found), found
-    trainer = trainer_of(tiny_llama(), folder / "out", batch=2)
-    attach(trainer, key=KEY, **STRENGTHS)
-    trainer.train()
-    weights = {name: p.detach() for name, p in trainer.model.named_parameters()}
+    weights = {}
+    for climb in (None, "both"):
+        trainer = trainer_of(tiny_llama(), folder / "out", batch=2)
+        attach(trainer, key=KEY, climb=climb, **STRENGTHS)
+        trainer.train()
+        weights[climb] = {name: p.detach() for name, p in trainer.model.named_parameters()}
     torch.save(weights, folder / f"weights{os.environ['RANK']}.pt")
     dist.destroy_process_group()
 
