@@ -213,9 +213,10 @@ def test_a_clean_block_climbs_anew_after_an_update_that_leaves_no_trace():
 @pytest.mark.parametrize("slices", [None, 2])
 @CLIMBS
 def test_blocks_that_share_a_point_write_it_once_until_the_next_step_is_prepared(climb, slices):
-    """As `attach` runs micro-batches, with theta_0 where it is and in host memory."""
+    """As `attach` runs micro-batches, with theta_0 where it is and in host memory; fused updates leave no trace."""
     module = net()
-    optimizer, base, where = adamw(module), copies(net()), block_linear(module)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=LR, fused=True)
+    base, where = copies(net()), block_linear(module)
     leaves, climbs = dict(module.named_parameters()), Ascent(lambda: optimizer, climb, RHO)
     states = SimulatedWeights(leaves, base, where=where, slices=slices, once=True, climbs=climbs)
     schedule = Schedule(**HYPER)
