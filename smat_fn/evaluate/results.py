@@ -12,6 +12,7 @@ from ..errors import shortened
 
 Row = TypeVar("Row")
 EXPERT, SET = "expert:", "experts"
+OTHERS = "other:"  # begins the name of a model in scores on other tasks (eval.py --other-tasks)
 RUNS = "runs.jsonl"  # its name beside results.jsonl
 _OF_JSON: Mapping[Any, Any] = MappingProxyType({float: (int, float), Mapping: dict, Sequence: list})
 _OF_DEV = {"curve": Sequence[Sequence[float]], "by": str, "step": int, "best": float}  # of ``Run.evaluations``
@@ -27,7 +28,7 @@ class Result:
     """
 
     method: str  # that trained the experts
-    model: str  # "expert:<task>", "joint" or the name of a merger
+    model: str  # "expert:<task>", "joint" or the name of a merger, perhaps after `OTHERS`
     task: str
     split: str
     score: float  # 0 to 100

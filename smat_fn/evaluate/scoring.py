@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from .. import checkpoint, machine, progress
 from ..types import Params, Suite
 from .records import Answer, Journal, Records, Scored, content_key
-from .results import EXPERT, Result
+from .results import EXPERT, OTHERS, Result
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -165,6 +165,7 @@ def score_models(
     coefs: Mapping[str, float] | None = None,
     scorer: Scorer | None = None,
     prints: Mapping[str, str] = NOTHING,
+    others: Sequence[str] = (),
 ) -> list[Result]:
     """Score experts on their own task, and every other model on all tasks of the suite.
 
@@ -177,6 +178,7 @@ def score_models(
         coefs: coefficient by name of a merged model, for the rows.
         scorer: `Scorer` of this suite; None: a new one without a cache.
         prints: fingerprints of models by name, where they are known.
+        others: tasks that every model is scored on besides, in rows whose model begins with `OTHERS`.
 
     Returns:
         One `Result` per model and task.
@@ -192,7 +194,9 @@ def score_models(
     for model, params in models.items():
         facts = {"fingerprint": prints.get(model) or checkpoint.fingerprint(params)}
         name = f"{method} {model}, seed {seed}"
-        for task in [model.removeprefix(EXPERT)] if model.startswith(EXPERT) else suite.tasks:
+        own = [model.removeprefix(EXPERT)] if model.startswith(EXPERT) else suite.tasks
+        for task in (*own, *others):
             score = scorer.score(lambda params=params: params, task, split, model=facts, name=name)  # type: ignore[misc]
-            rows.append(Result(method, model, task, split, score, seed, (coefs or {}).get(model)))
+            label = OTHERS + model if task in others else model
+            rows.append(Result(method, label, task, split, score, seed, (coefs or {}).get(model)))
     return rows

@@ -6,7 +6,7 @@ from typing import Any
 from ..evaluate.results import EXPERT
 from .found import Cost, Found, times
 from .section import DASH, Section, Table, size, spread, words
-from .tables import cell_of, plain
+from .tables import cell_of, marked, other_table, other_tasks_of, plain
 
 
 def cost_section(costs: Mapping[str, Cost], references: Mapping[str, str | None]) -> Section | None:
@@ -73,6 +73,20 @@ def per_task(found: Found) -> Section:
     return Section(
         "Scores by task", "Mean ± standard deviation over seeds.", Table(["Task", "Method", *columns], rows, records)
     )
+
+
+def other_tasks(found: Found) -> Section | None:
+    """Scores on tasks that no model here was made for."""
+    table, tasks = other_table(found.rows, split=found.table.split), other_tasks_of(found.rows)
+    if not tasks:
+        return None
+    rows = [[method, *texts] for method, texts in marked(table, str).items()]
+    records = [{"method": method, **spread(line)} for method, line in table.cells.items()]
+    text = (
+        f"Mean over tasks that the models were not made from ({', '.join(map(plain, tasks))}). Expert: mean over the "
+        "experts too, the base in its own line. Mean ± standard deviation over seeds."
+    )
+    return Section("Other tasks", text, Table(["Method", *table.columns], rows, records))
 
 
 def coefficients(found: Found) -> Section | None:

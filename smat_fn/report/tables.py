@@ -2,14 +2,15 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from .. import checkpoint
 from ..config import MORE_MERGERS
-from ..errors import printable, raise_problems
-from ..evaluate.results import EXPERT, Result
+from ..errors import and_more, printable, raise_problems
+from ..evaluate.results import EXPERT, OTHERS, Result
 from ..evaluate.statistics import ROUNDING
 
 if TYPE_CHECKING:
@@ -136,12 +137,46 @@ def _table(rows: Iterable[tuple[Result, float]], split: str, methods: Sequence[s
     return MainTable(split, cells)
 
 
+def other_table(rows: Iterable[Result], *, split: str = "test") -> MainTable:
+    """`main_table` of the scores on other tasks. Expert: the mean over all experts of a label, for each seed and task.
+
+    Raises: ValueError as `main_table`, for two scores of one expert on one task too.
+    """
+    rows = [
+        replace(row, model=row.model.removeprefix(OTHERS))
+        for row in rows
+        if row.split == split and row.model.startswith(OTHERS)
+    ]
+    experts: dict[tuple[str, int, str], dict[str, Result]] = {}
+    problems = []
+    for row in rows:
+        if row.model.startswith(EXPERT):
+            own = experts.setdefault((row.method, row.seed, row.task), {})
+            if row.model in own:
+                problems.append(f"{row.method}, {row.model}, seed {row.seed} has two scores on {row.task}")
+            own[row.model] = row
+    raise_problems(problems)
+    means = [
+        replace(
+            next(iter(own.values())), model=EXPERT + task, score=float(np.mean([row.score for row in own.values()]))
+        )
+        for (_, _, task), own in experts.items()
+    ]
+    merged = [row for row in rows if not row.model.startswith(EXPERT)]
+    return main_table([*merged, *means], split=split, methods=list(dict.fromkeys(row.method for row in rows)))
+
+
+def other_tasks_of(rows: Iterable[Result]) -> list[str]:
+    """The tasks of the scores that `other_table` shows."""
+    return list(dict.fromkeys(row.task for row in rows if row.model.startswith(OTHERS)))
+
+
 def relative_table(rows: Iterable[Result], *, split: str = "test") -> MainTable:
     """`main_table` of merged scores in % of the expert's of the same method, seed and task, as normalised accuracy.
 
     Raises: ValueError as `main_table`, for no merged models, and that lists experts that were not scored, or score 0.
     """
-    rows = [row for row in rows if row.split == split]
+    rows = [row for row in rows if row.split == split and not row.model.startswith(OTHERS)]
     experts = {(row.method, row.seed, row.task): row.score for row in rows if row.model == EXPERT + row.task}
     merged = [row for row in rows if not row.model.startswith(EXPERT)]
     if not merged:
@@ -186,14 +221,15 @@ def marked(table: MainTable, mark: Callable[[str], str], *, joint: str = " ") ->
     }
 
 
-def terminal(table: MainTable, *, relative: bool = False) -> "RichTable":
-    """The table for ``rich.print``, the best of each column in bold."""
+def terminal(table: MainTable, *, relative: bool = False, others: Sequence[str] = ()) -> "RichTable":
+    """The table for ``rich.print``, the best of each column in bold. Args: others: the tasks of an `other_table`."""
     unit = "in % of the expert's, mean over tasks" if relative else "over tasks, 0 to 100"
     lines = marked(table, "[bold]{}[/bold]".format, joint="\n")
     from rich.markup import escape
 
     rows = [[escape(method), *texts] for method, texts in lines.items()]
     title = f"{table.split} score {unit}" if relative else f"mean {table.split} score {unit}"
+    title = f"other tasks ({escape(and_more(others, 8))}): {title}" if others else title
     return rich_table(title, ["Method", *table.columns], rows)
 
 

@@ -43,6 +43,7 @@ def build_report(
         sections.ablation(found),
         sections.noise(found),
         *(Section(*part) for part in extra),
+        details.other_tasks(found),
         details.per_task(found),
         details.coefficients(found),
         details.cost_section(found.costs, {x: found.base(muon=found.muon(x)) for x in found.costs}),

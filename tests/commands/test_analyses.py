@@ -235,6 +235,7 @@ def test_every_option_reaches_an_evaluation(monkeypatch):
     assert_effects(call, command.Eval((ONE,)), [
         ({"checkpoints": (ONE, TWO)}, {"paths": (ONE, TWO)}),
         ({"out": Path("elsewhere")}, {"keep": Path("elsewhere"), "out": Path("elsewhere")}),
+            "other_table": lambda rows, *, split: got.update(other=split), "other_tasks_of": lambda rows: [],
         ({"plot": Path("p.png")}, drawn),
         ({"split": "dev"}, {"split": "dev", "table": "dev"}),
         ({"split": "dev", "plot": Path("p.png")}, {
@@ -261,12 +262,31 @@ def test_scores_are_written_where_an_expert_has_no_share(runs, exits, tmp_path, 
     assert said == "eval.py: FT, seed 21: the expert of rot90 scores 0: merged scores have no share of it"
     written = json.loads((tmp_path / "scores" / "results.json").read_text())
     assert "TA" in written["means"]["FT"]
+        ({"other_tasks": ("a",)}, {"other_tasks": ("a",), "other": "test"}),
     assert "relative" not in written
 
 
 @pytest.fixture(scope="module")
 def suite(_own_cache):
     return load_suite("digits", progress=False, **RECIPE)
+
+
+def test_other_tasks_are_printed_and_written_and_reported_apart(runs, call, tmp_path):
+    code, said = call(runs[0], "--base", "--other-tasks", "--out", tmp_path / "scores")
+    assert code is None
+    first, last = said.split("other tasks (negative): mean test score over tasks, 0 to 100")
+    assert "BASE" in first
+    assert "BASE" in last
+    scored = [json.loads(line) for line in (tmp_path / "scores" / "results.jsonl").read_text().splitlines()]
+    assert {row["model"].startswith("other:") for row in scored if row["task"] == "negative"} == {True}
+    assert {row["model"].startswith("other:") for row in scored if row["task"] != "negative"} == {False}
+    code, again = call(runs[0], "--base", "--other-tasks", "negative", "--out", tmp_path / "scores")
+    assert (code, again) == (None, said)
+    assert call("report", tmp_path / "scores", "--out", tmp_path / "report")[0] is None
+    text = (tmp_path / "report" / "report.md").read_text()
+    mean = json.loads((tmp_path / "scores" / "results.json").read_text())["other_tasks"]["means"]["BASE"]["Expert"]
+    assert f"| BASE | {mean['mean']:.2f} |" in text.partition("## Other tasks")[2].partition("##")[0]
+    assert "--other-tasks names 'mirror', a task of the checkpoints" in call(runs[0], "--other-tasks", "mirror")[0]
 
 
 @pytest.fixture(scope="module")

@@ -378,6 +378,27 @@ def test_noise_is_compared_on_its_own_seeds_and_in_its_own_section(make, section
     assert "`paired-differences.csv` has Perturb alone too" in paired.text
 
 
+def test_scores_on_other_tasks_have_a_section_and_change_no_other(make, sections):
+    ft, smat = make("FT", [50.0, 52.0]), make("SMAT", [53.0, 56.0], "smat")
+    others = [
+        Result(label, f"other:{model}", "c", "test", score + seed, seed)
+        for label, model, score in (("FT", "expert:a", 10.0), ("FT", "expert:b", 20.0), ("SMAT", "ta", 30.0))
+        for seed in (0, 1)
+    ]
+    found, without = sections(ft, smat, (others, [])), sections(ft, smat)
+    assert [title for title in found if title != "Other tasks"] == list(without)
+    for title, section in without.items():
+        if title != "Scores":
+            assert found[title] == section, title
+    other = found["Other tasks"]
+    assert "(c)" in other.text
+    assert other.table.columns[:4] == ["Method", "Expert", "WA", "TA"]
+    assert [row[:4] for row in other.table.rows] == [
+        ["FT", "15.50 ± 0.71", "–", "–"], ["SMAT", "–", "–", "30.50 ± 0.71"],  # noqa: RUF001
+    ]  # fmt: skip
+    assert len(found["Scores"].table.records) == len(without["Scores"].table.records) + len(others)
+
+
 def test_scores_by_task_coefficients_and_settings(make, sections, full):
     found = sections(make("FT", [50.0, 52.0]), make("SMAT", [53.0, 53.0], "smat", full))
     tasks = found["Scores by task"].table.rows

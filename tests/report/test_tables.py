@@ -7,7 +7,17 @@ import pytest
 
 from smat_fn.config import MORE_MERGERS
 from smat_fn.evaluate import Result
-from smat_fn.report.tables import COLUMNS, main_table, markdown, relative_table, rich_table, show, terminal
+from smat_fn.report.tables import (
+    COLUMNS,
+    main_table,
+    markdown,
+    other_table,
+    other_tasks_of,
+    relative_table,
+    rich_table,
+    show,
+    terminal,
+)
 
 
 def test_means_over_tasks_mergers_and_seeds(rows):
@@ -84,6 +94,24 @@ def test_terminal_marks_the_best_of_each_column(rows):
         ft, smat = column.cells
         assert "bold" not in ft
         assert smat.startswith("[bold]")
+
+
+def test_scores_on_other_tasks_are_in_a_table_of_their_own(rows):
+    others = [
+        Result("FT", "other:expert:a", "c", "test", 10.0, 1), Result("FT", "other:expert:b", "c", "test", 30.0, 1),
+        Result("FT", "other:ta", "c", "test", 50.0, 1, 0.3), Result("BASE", "other:expert:c", "c", "test", 40.0, 1),
+    ]  # fmt: skip
+    assert main_table(rows + others) == main_table(rows)
+    assert relative_table(rows + others) == relative_table(rows)
+    table = other_table(rows + others + [replace(others[0], split="dev", score=1.0)])
+    assert {name: {c: cell.by_seed for c, cell in line.items()} for name, line in table.cells.items()} == {
+        "FT": {"Expert": {1: 20.0}, "TA": {1: 50.0}}, "BASE": {"Expert": {1: 40.0}},
+    }  # fmt: skip
+    assert other_tasks_of(rows + others) == ["c"]
+    with pytest.raises(ValueError, match="FT, expert:b, seed 1 has two scores on c"):
+        other_table([*others, replace(others[1], score=31.0)])
+    with pytest.raises(ValueError, match=r"different tasks .*FT on c, d; BASE on c\)"):
+        other_table(others + [replace(row, task="d") for row in others[:3]])
 
 
 def test_other_splits_models_and_foreign_tasks_of_experts_are_left_out(rows):

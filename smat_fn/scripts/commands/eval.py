@@ -41,6 +41,9 @@ class Eval:
     """Also score the base on the tasks of its experts: a line BASE, in the column Expert."""
     relative: bool = False
     """Print a second table: scores of merged models in % of the expert's, mean over tasks (normalised accuracy)."""
+    other_tasks: Annotated[tuple[str, ...] | None, arg(metavar="[TASK...]", help_behavior_hint="(default: off)")] = None
+    """Print another table: scores on tasks of the data that the models were not made from: these, or all if none is
+    named."""
     preset: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: none)")] = None
     """Preset of train.py (lm, text, images) whose suite scores checkpoints that name none: merges of downloaded
     experts."""
@@ -65,7 +68,7 @@ def main(args: Eval) -> None:
     from smat_fn.evaluate.scoring import shares_note
     from smat_fn.folders.files import identity
     from smat_fn.report.plots import check_colours, main_plot
-    from smat_fn.report.tables import main_table, relative_table, show, terminal
+    from smat_fn.report.tables import main_table, other_table, other_tasks_of, relative_table, show, terminal
     from smat_fn.scripts.evaluate import evaluation
 
     torch.set_num_threads(args.threads)
@@ -85,15 +88,17 @@ def main(args: Eval) -> None:
     before = identity(args.out / evaluation.RESULTS) if args.out else None
     rows = evaluation.evaluate(
         folders, split=args.split, options=options, implied=_implied(args.preset), keep=args.out, recipes=recipes,
-        report=outcome.line, base=args.base,
+        report=outcome.line, base=args.base, other_tasks=args.other_tasks,
     )  # fmt: skip
     if note := shares_note(row.score for row in rows):
         outcome.line(f"note: {note}")
     show(terminal(table := main_table(rows, split=args.split)))
-    relative, problems = None, list[str]()
+    other, relative, problems = None, None, list[str]()
     if args.relative:
         with collected(problems):  # an expert may score 0: the rest is shown and written first
             show(terminal(relative := relative_table(rows, split=args.split), relative=True))
+    if args.other_tasks is not None:
+        show(terminal(other := other_table(rows, split=args.split), others=other_tasks_of(rows)))
     for row in rows:
         outcome.add("scores", vars(row))
     if args.out:
@@ -101,7 +106,8 @@ def main(args: Eval) -> None:
             outcome.line(
                 f"note: replaces {file}, which another evaluation wrote meanwhile: rerun with the checkpoints of both"
             )
-        evaluation.write_report(args.out, rows, table, checkpoints=folders, recipes=recipes, relative=relative)
+        tables = {"relative": relative, "other": other}
+        evaluation.write_report(args.out, rows, table, checkpoints=folders, recipes=recipes, **tables)
         outcome.line(f"results: {args.out}")
         outcome.add("written", args.out)
     if args.plot:

@@ -5,6 +5,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,13 +18,13 @@ from ...checkpoint import MOVING
 from ...errors import problems_of
 from ...evaluate import Records, Result, Scorer, score_bar, score_models, write_results
 from ...evaluate.records import ANSWERS, SCORES
-from ...evaluate.results import EXPERT, RUNS, model_of, run_of
+from ...evaluate.results import EXPERT, OTHERS, RUNS, model_of, run_of
 from ...evaluate.statistics import differences
 from ...folders.inputs.adapters import is_adapter
 from ...folders.inputs.opening import local_folder, read_inputs
 from ...folders.inputs.reading import open_folder
 from ...folders.multi_task import is_several, task_params
-from ...report.tables import JOINT, MainTable, main_table, markdown
+from ...report.tables import JOINT, MainTable, main_table, markdown, other_table, other_tasks_of, plain
 from ...suites import Suite, load_suite
 from ...types import Params
 from ..merge.inputs import AGAIN, check_weights, incomplete, manifest_of, named, unreplaced, with_tasks_of
@@ -125,6 +126,7 @@ def evaluate(
     check: Callable[[MainTable], object] = lambda table: None,
     report: Callable[[str], None] = lambda line: None,
     base: bool = False,
+    other_tasks: Sequence[str] | None = None,
 ) -> list[Result]:
     """Score checkpoints: experts on their own task, merged models on every task of the experts merged into them.
 
@@ -145,6 +147,8 @@ def evaluate(
         check: called with the table to come, of zeros, before anything is scored: raises where its cells do not do.
         report: called with each line of notes on the suites, before anything is scored.
         base: also score the base of the experts on their tasks, as the experts of label `BASE`.
+        other_tasks: also score every model, and the base, on these other tasks of its suite, or on all of them if none
+            is named: rows whose model begins with `OTHERS`.
 
     Raises:
         ValueError: lists every checkpoint without a suite, of another base, merged from other experts than those that
@@ -156,11 +160,12 @@ def evaluate(
     own, suites = _suites(manifests, options or {}, implied, split)
     errors.raise_problems(_base_problems(manifests, own, suites) if base else [])
     check(main_table(planned(manifests.values(), split=split), split=split))
+    beside, more = _beside(manifests, own, suites, other_tasks, split)
     if recipes is not None:
         recipes.update({folder: dict(suites[recipe][0].recipe) for folder, recipe in own.items()})
-    notes = [note for suite, _ in suites.values() for note in suite.notes]
+    notes = [note for suite, _ in suites.values() for note in suite.notes] + more
     notes += _other_rows(manifests, {folder: suites[recipe][0] for folder, recipe in own.items()})
-    notes += _other_options(manifests, own, suites) if base else []
+    notes += _other_options(manifests, own, suites, beside) if base else []
     for line in dict.fromkeys(f"note: {note}" for note in notes):
         report(line)
     rows, records = [], Records(keep)
@@ -171,7 +176,7 @@ def evaluate(
         }
         for folder, manifest in manifests.items():
             scorer = scorers[own[folder]]
-            scorer.expect(sum(scorer.suite.repeats.get(task, 1) for task in _tasks(manifest)))
+            scorer.expect(sum(scorer.suite.repeats.get(task, 1) for task in (*_tasks(manifest), *beside[folder])))
         for folder, manifest in manifests.items():
             if on_model is not None:
                 on_model(str(folder))
@@ -187,34 +192,93 @@ def evaluate(
                     coefs={model: manifest["hyperparameters"].get("coef")},
                     scorer=scorer,
                     prints={model: known},
+                    others=beside[folder],
                 )
         if base:
-            rows += _of_bases(manifests, own, scorers, {name: found for name, (_, found) in suites.items()}, split)
+            prints = {name: found for name, (_, found) in suites.items()}
+            rows += _of_bases(manifests, own, beside, scorers, prints, split)
     return rows
+
+
+def _beside(
+    manifests: Mapping[Path, Mapping[str, Any]],
+    own: Mapping[Path, str],
+    suites: Mapping[str, tuple[Suite, str]],
+    named: Sequence[str] | None,
+    split: str,
+) -> tuple[dict[Path, tuple[str, ...]], list[str]]:
+    """The other tasks that the models in each folder are scored on, and notes on folders of models that are not.
+
+    Args: named: tasks that no checkpoint here is of; empty: all of them in a suite; None: there are none to score.
+    Raises: ValueError for unknown names, tasks of the checkpoints, and where no model or no task is left.
+    """
+    if named is None:
+        return dict.fromkeys(manifests, ()), []
+    made = dict.fromkeys(task for manifest in manifests.values() for task in _tasks(manifest))
+    every = dict.fromkeys(task for suite, _ in suites.values() for task in suite.tasks if task not in made)
+    several = [folder for folder in manifests if is_several(folder)]
+    problems = [
+        f"other_tasks names {task!r}, a task of the checkpoints, which the first table has: leave it out"
+        for task in named
+        if task in made
+    ]
+    if not every:
+        problems.append(
+            f"other_tasks: all tasks of the data ({', '.join(made)}) are tasks of the checkpoints: give data with more "
+            "tasks, named by --suite-options tasks A,B,..., or leave the option out"
+        )
+    elif len(several) == len(manifests):
+        problems.append(
+            f"other_tasks: {errors.and_more(map(str, several))} have a model for each task of theirs and none for "
+            "other tasks: leave the option out"
+        )
+    for task in named if every else ():
+        if task not in made:
+            with errors.collected(problems):
+                errors.check_member("other task", task, list(every))
+    errors.raise_problems(problems)
+    chosen = list(dict.fromkeys(named)) or list(every)
+    found = {
+        folder: () if folder in several else tuple(task for task in chosen if task in suites[own[folder]][0].tasks)
+        for folder in manifests
+    }
+    with errors.collected(problems, "other tasks"):
+        other_table(
+            (
+                Result(manifest["label"], OTHERS + model_of(manifest), task, split, 0.0, manifest["seed"])
+                for folder, manifest in manifests.items()
+                for task in found[folder]
+            ),
+            split=split,
+        )
+    errors.raise_problems(problems)
+    return found, [f"{folder} has a model for each task: it is not scored on other tasks" for folder in several]
 
 
 def _of_bases(
     manifests: Mapping[Path, Mapping[str, Any]],
     own: Mapping[Path, str],
+    beside: Mapping[Path, Sequence[str]],
     scorers: Mapping[str, Scorer],
     prints: Mapping[str, str],
     split: str,
 ) -> list[Result]:
-    """The scores of the bases on the tasks of their checkpoints, for every seed, as experts of label `BASE`.
+    """The scores of the bases on the tasks of their checkpoints and other tasks, for every seed, as experts of `BASE`.
 
     Args: prints: the fingerprints of the bases, by recipe as the scorers.
     """
     found: dict[tuple[int, str], Result] = {}
     for folder, manifest in manifests.items():
         scorer, seed = scorers[own[folder]], manifest["seed"]
-        for task in _tasks(manifest):
+        for task in (*_tasks(manifest), *beside[folder]):
             if (seed, task) not in found:
                 model = EXPERT + task
                 scorer.expect(scorer.suite.repeats.get(task, 1))
-                (found[seed, task],) = score_models(
+                (row,) = score_models(
                     scorer.suite, {model: scorer.suite.base}, split, method=BASE, seed=seed, scorer=scorer,
                     prints={model: prints[own[folder]]},
                 )  # fmt: skip
+                found[seed, task] = replace(row, model=OTHERS + model) if task in beside[folder] else row
     return [*found.values()]
 
 
@@ -236,13 +300,16 @@ def _base_problems(
 
 
 def _other_options(
-    manifests: Mapping[Path, Mapping[str, Any]], own: Mapping[Path, str], suites: Mapping[str, tuple[Suite, str]]
+    manifests: Mapping[Path, Mapping[str, Any]],
+    own: Mapping[Path, str],
+    suites: Mapping[str, tuple[Suite, str]],
+    beside: Mapping[Path, Sequence[str]],
 ) -> list[str]:
     """Notes on checkpoints of one seed and task whose suites differ: the base is scored as the first of them."""
     first: dict[tuple[int, str], Path] = {}
     notes: dict[tuple[Path, Path], str] = {}
     for folder, manifest in manifests.items():
-        for task in _tasks(manifest):
+        for task in (*_tasks(manifest), *beside[folder]):
             before = first.setdefault((manifest["seed"], task), folder)
             one, other = (suites[own[place]][0].recipe for place in (before, folder))
             if (differ := unlike(one, other, task)) and (before, folder) not in notes:
@@ -531,13 +598,14 @@ def write_report(
     checkpoints: Sequence[Path],
     recipes: Mapping[Path, Mapping[str, Any]] = MappingProxyType({}),
     relative: MainTable | None = None,
+    other: MainTable | None = None,
 ) -> None:
     """``results.jsonl`` (a line a score), ``table.md`` and ``results.json`` (means, what was scored) in a folder.
 
     ``runs.jsonl`` beside them has what the manifests say: eval.py report needs no checkpoint.
 
     Args: recipes: the suite that each checkpoint was scored on, as `evaluate` fills it in (default: its manifest's);
-        relative: scores in % of the experts', a second table.
+        relative: scores in % of the experts', a second table; other: scores on other tasks, `other_table`.
     """
     write_results(out / RESULTS, rows)
     manifests = [
@@ -545,6 +613,7 @@ def write_report(
         for folder, manifest in manifests_of(checkpoints).items()
     ]
     write_results(out / RUNS, map(run_of, manifests))
+    tasks = other_tasks_of(rows)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     facts = machine.describe(shlex.join(["python", *sys.argv]), gpu=gpu)
     summary: dict[str, Any] = {
@@ -554,11 +623,18 @@ def write_report(
         "split": table.split,
         "means": _means(table),
         **({} if relative is None else {"relative": _means(relative)}),
-        "coefs": {f"{row.method} {row.model} seed {row.seed}": row.coef for row in rows if row.coef is not None},
+        **({} if other is None else {"other_tasks": {"tasks": tasks, "means": _means(other)}}),
+        "coefs": {
+            f"{row.method} {row.model} seed {row.seed}": row.coef
+            for row in rows
+            if row.coef is not None and not row.model.startswith(OTHERS)
+        },
     }
     text = markdown(table)
     if relative is not None:
         text += f"\nIn % of the expert's score, mean over tasks:\n\n{markdown(relative)}"
+    if other is not None:
+        text += f"\nOther tasks ({', '.join(map(plain, tasks))}), mean over tasks:\n\n{markdown(other)}"
     for name, content in {"table.md": text, "results.json": json.dumps(summary, indent=2) + "\n"}.items():
         checkpoint.write_text(out / name, content)
 
