@@ -2,6 +2,7 @@
 
 from .curves import Gain, Scored, cyclic_subsets, experts_curve, gains, replacement_curve, replacement_sets
 from .diagnose import Group, diagnose, groups, suggested_sigma, unmoved, unmoved_shares
+from .disentanglement import disentanglement, predictions
 from .interference import Layer, interference
 from .landscape import landscape, mean_loss, partner_update, slice_point
 from .stacked import Job, evaluate, score_jobs, scores_of, stack
@@ -14,6 +15,7 @@ __all__ = [
     "Scored",
     "cyclic_subsets",
     "diagnose",
+    "disentanglement",
     "evaluate",
     "experts_curve",
     "gains",
@@ -22,6 +24,7 @@ __all__ = [
     "landscape",
     "mean_loss",
     "partner_update",
+    "predictions",
     "replacement_curve",
     "replacement_sets",
     "score_jobs",

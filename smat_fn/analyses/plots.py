@@ -11,7 +11,7 @@ from ..evaluate.statistics import signed
 from ..report.plots import aside, colours, legible, new_figure, png, reach, tidy
 from ..report.section import csv_text
 from .interference import OUTSIDE, mean_rms
-from .results import Result, Row, as_json, curves, methods, records
+from .results import Result, Row, as_json, curves, disagreement, methods, records
 
 MARKERS = "osD^vP"
 STEP = 0.1  # between contours
@@ -195,6 +195,30 @@ def _blocks(layers: Iterable[str]) -> dict[str, int]:
     return {OUTSIDE: -1, **places} if OUTSIDE in every else places
 
 
+def _disentanglement(result: Result) -> Any:
+    found, settings = methods(result["rows"]), result["settings"]
+    axis = settings["a"]
+    grids = {}
+    for method, own in found.items():
+        values: dict[tuple[float, float], list[float]] = {}
+        for row in own:
+            values.setdefault((row["a1"], row["a2"]), []).append(disagreement(row))
+        grids[method] = np.array([[np.mean(values[a, b]) for a in axis] for b in axis])
+    high = max(1.0, *(grid.max() for grid in grids.values()))
+    shape: dict[str, Any] = {"ncols": len(grids), "squeeze": False, "sharey": True}
+    figure, (line,) = new_figure(1.2 + 2.6 * len(grids), 2.9, **shape)
+    for axes, (method, grid) in zip(line, grids.items(), strict=True):
+        drawn = axes.pcolormesh(axis, axis, grid, vmin=0, vmax=high, cmap="viridis_r", shading="nearest")
+        axes.plot([settings["coef"]], [settings["coef"]], marker="*", markersize=11, color="white",
+                  markeredgecolor="black", linestyle="none")  # fmt: skip
+        axes.set_title(method)
+        axes.set_xlabel("a1, first task")
+    line[0].set_ylabel("a2, second task")
+    figure.colorbar(drawn, ax=list(line), label="predictions that differ, %")
+    figure.supxlabel(f"star: the merge by task arithmetic, coefficient {settings['coef']:g}")
+    return figure
+
+
 def merge_picture(rows: Sequence[Row], curves: Mapping[str, Mapping[float, float]]) -> bytes:
     """Experts' updates by block and, after a search, the mean score over the coefficient of each merger: a PNG.
 
@@ -227,5 +251,5 @@ def surface(rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 # by the names of the analyses
 DRAWN = {
     "experts-curve": _curve, "replacement": _curve, "gains": _gains, "landscape": _landscape, "diagnose": _diagnose,
-    "interference": _interference,
+    "interference": _interference, "disentanglement": _disentanglement,
 }  # fmt: skip

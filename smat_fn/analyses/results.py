@@ -155,6 +155,32 @@ def _interference(result: Result) -> Summary:
     return Summary(title, columns, lines)
 
 
+def _disentanglement(result: Result) -> Summary:
+    coef, axis = result["settings"]["coef"], result["settings"]["a"]
+    lines = []
+    for method, own in methods(result["rows"]).items():
+        by_seed: dict[int, tuple[list[float], list[float]]] = {}
+        for row in own:
+            merged, grid = by_seed.setdefault(row["seed"], ([], []))
+            if row["a1"] == row["a2"] == coef:
+                merged.append(disagreement(row))
+            if row["a1"] in axis and row["a2"] in axis:
+                grid.append(disagreement(row))
+        cells = [cell_of({seed: fmean(values[place]) for seed, values in by_seed.items()}) for place in (0, 1)]
+        lines.append([method, *(cell.text() for cell in cells)])
+    title = f"% of {result['settings']['samples']['split']} predictions that another task's update changes"
+    return Summary(
+        f"{title}, mean over pairs of tasks{_of_seeds(result['rows'])}",
+        ["Method", f"at ({coef:g}, {coef:g})", "mean over the grid"],
+        lines,
+    )
+
+
+def disagreement(row: Row) -> float:
+    """50 ξ of a row of disentanglement: predictions that differ in %, mean over both tasks."""
+    return 50.0 * (float(row["on_first"]) + float(row["on_second"]))
+
+
 # the analyses by the names of their commands and files
 ANALYSES: Mapping[str, Callable[[Result], Summary]] = {
     "experts-curve": _curve,
@@ -163,4 +189,5 @@ ANALYSES: Mapping[str, Callable[[Result], Summary]] = {
     "landscape": _landscape,
     "diagnose": _diagnose,
     "interference": _interference,
+    "disentanglement": _disentanglement,
 }

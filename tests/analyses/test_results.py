@@ -58,6 +58,17 @@ def size_rows():
     ]
 
 
+def pair_rows():
+    return [
+        {
+            **{"method": method, "seed": seed, "first": "a", "second": second, "a1": a, "a2": b},
+            **{"on_first": scale * a * b + 0.02 * seed, "on_second": scale * abs(a - b) * (1 + a)},
+        }
+        for method, scale in (("FT", 0.1), ("SMAT", 0.04)) for seed in (1, 3) for second in ("b", "c")
+        for a, b in [(0.0, 0.0), (0.0, 1.0), (1.0, 0.0), (1.0, 1.0), (0.5, 0.5)]
+    ]  # fmt: skip
+
+
 SAMPLES = {"split": "dev", "batches": 8}
 SIGMA = {"coef": 0.3, "sigma": 1e-3, "sigma_origin": "given", "suggested_sigma": None}
 RESULTS = {
@@ -66,6 +77,7 @@ RESULTS = {
     "gains": result("gains", gain_rows(), split="test"),
     "landscape": result("landscape", slice_rows(), coef=0.3, samples=SAMPLES),
     "diagnose": result("diagnose", size_rows(), **SIGMA),
+    "disentanglement": result("disentanglement", pair_rows(), coef=0.5, a=[0.0, 1.0], samples=SAMPLES),
 }
 
 
@@ -177,6 +189,19 @@ def test_slices_share_a_scale_per_task_have_contours_every_tenth_and_a_star(figu
         assert contours.levels * 10 == pytest.approx(np.round(contours.levels * 10))
         assert len(contours.levels) == 1 or np.diff(contours.levels) == pytest.approx(0.1)
         assert [tuple(line.get_xydata()[0]) for line in ax.lines] == [(1.0, 0.0)]
+
+
+def test_disentanglement_is_at_the_merge_and_over_the_grid_without_it(figure):
+    title, columns, lines = summary(RESULTS["disentanglement"])
+    assert title.startswith("% of dev predictions")
+    assert columns == ["Method", "at (0.5, 0.5)", "mean over the grid"]
+    assert lines == [["FT", "3.25 ± 1.41", "7.00 ± 1.41"], ["SMAT", "2.50 ± 1.41", "4.00 ± 1.41"]]
+    maps = [ax for ax in figure(RESULTS["disentanglement"]).axes if ax.get_label() != "<colorbar>"]
+    assert [ax.get_title() for ax in maps] == ["FT", "SMAT"]
+    drawn = [next(c for c in ax.collections if hasattr(c, "_coordinates")) for ax in maps]
+    assert drawn[0].get_array().tolist() == [pytest.approx([2.0, 12.0]), pytest.approx([7.0, 7.0])]  # a row for each a2
+    assert drawn[0].get_clim() == drawn[1].get_clim() == pytest.approx((0.0, 12.0))
+    assert [tuple(line.get_xydata()[0]) for ax in maps for line in ax.lines] == [(0.5, 0.5)] * 2
 
 
 def test_experts_that_did_not_move_have_a_figure_and_no_drop_has_no_sign(figure):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +25,7 @@ from smat_fn.analyses import results as of_results
 from smat_fn.config import DIGITS, PRESETS, Training
 from smat_fn.models import pretrained
 from smat_fn.report import plots, tables
-from smat_fn.scripts.analyse import commands, pictures, scores, weights
+from smat_fn.scripts.analyse import commands, pictures, predictions, scores, weights
 from smat_fn.scripts.analyse import runs as reading
 from smat_fn.scripts.commands import eval as command
 from smat_fn.scripts.evaluate import evaluation
@@ -100,6 +101,17 @@ ANALYSES = {
         ({"coef": 0.7}, {"coef": 0.7}),
         ({"sigma": 0.5}, {"unmoved": 0.5, "rows": [(2.0, 5.0)], "origin": "given"}),
     ]),
+    predictions.disentanglement: (predictions.Disentanglement(runs=(ONE,), points=2), [
+        *AN_ANALYSIS, OF_SUITE,
+        ({"runs": (ONE, TWO)}, {"runs": [ONE, TWO], "pairs": ["ab", "ac", "bc"] * 2}),
+        ({"tasks": ("c", "a")}, {"pairs": ["ac"]}),
+        ({"coef": 0.7}, {"points": [(-1, -1), (-1, 2), (2, -1), (2, 2), (0.7, 0.7)]}),
+        ({"a": (0.0, 0.3)}, {"points": [(0, 0), (0, 0.3), (0.3, 0), (0.3, 0.3)]}),
+        ({"points": 3}, {"points": [*product((-1, 0.5, 2), repeat=2), (0.3, 0.3)]}),
+        ({"batches": 2}, {"samples": (2, 0)}),
+        ({"seed": 5}, {"samples": (8, 5)}),
+        ({"memory": 3}, {"memory": 3 << 20}),
+    ]),
     pictures.interference: (pictures.Interference(runs=(ONE,)), [
         *AN_ANALYSIS,
         ({"runs": (TWO,)}, {"drawn": (TWO, [TWO], "error")}),
@@ -117,8 +129,8 @@ def asked(monkeypatch):
 
     def loaded(paths, *, options=None):
         got.update(runs=[*paths], options=options)
-        trees = inputs.Inputs({}, {"a": {}, "b": {}}, {})
-        suite = SimpleNamespace(loss_fn=lambda task: SimpleNamespace(module=None), where=None)
+        trees = inputs.Inputs({}, {"a": {}, "b": {}, "c": {}}, {})
+        suite = SimpleNamespace(name="digits", loss_fn=lambda task: SimpleNamespace(module=None), where=None)
         return [reading.Run(path, path.name, "ft", 0, trees, suite) for path in paths]
 
     def chosen(run, merger, *, coef, preset):
@@ -132,6 +144,11 @@ def asked(monkeypatch):
     def points(base, expert, partners, loss, *, a, b, memory, done):
         got.update(a=a, b=b, memory=memory)
         return [[0.0] * len(a)] * len(b)
+
+    def paired(base, experts, predict, points, *, memory, done):
+        got.setdefault("pairs", []).append("".join(experts))
+        got.update(points=points, memory=memory)
+        return [dict.fromkeys(experts, 0.0)] * len(points)
 
     def partners(base, experts, task, *, coef):
         got.update(tasks=got.get("tasks", "") + task, coef=coef)
@@ -178,6 +195,8 @@ def asked(monkeypatch):
             "partner_update": partners,
             "mean_loss": lambda loss, found: None,
             "landscape": points,
+            "disentanglement": paired,
+            "predictions": lambda losses, batches: None,
             "groups": lambda module, where: {},
             "diagnose": lambda base, experts, kinds, *, coef: named("coef", coef) or [group],
             "unmoved_shares": lambda weights, kinds, sigma, noise: named("unmoved", sigma) or {},
@@ -216,6 +235,7 @@ def test_every_option_reaches_an_evaluation(monkeypatch):
         tables: {
             "main_table": lambda rows, *, split: got.update(table=split), "terminal": note, "show": note,
             "relative_table": lambda rows, *, split: got.update(relative=split),
+            "other_table": lambda rows, *, split: got.update(other=split), "other_tasks_of": lambda rows: [],
         },
         evaluation: {
             "find_checkpoints": lambda paths: got.update(paths=paths) or [], "lacking_experts": lambda paths: [],
@@ -235,7 +255,6 @@ def test_every_option_reaches_an_evaluation(monkeypatch):
     assert_effects(call, command.Eval((ONE,)), [
         ({"checkpoints": (ONE, TWO)}, {"paths": (ONE, TWO)}),
         ({"out": Path("elsewhere")}, {"keep": Path("elsewhere"), "out": Path("elsewhere")}),
-            "other_table": lambda rows, *, split: got.update(other=split), "other_tasks_of": lambda rows: [],
         ({"plot": Path("p.png")}, drawn),
         ({"split": "dev"}, {"split": "dev", "table": "dev"}),
         ({"split": "dev", "plot": Path("p.png")}, {
@@ -243,32 +262,13 @@ def test_every_option_reaches_an_evaluation(monkeypatch):
         }),
         ({"base": True}, {"base": True}),
         ({"relative": True}, {"relative": "test"}),
+        ({"other_tasks": ("a",)}, {"other_tasks": ("a",), "other": "test"}),
         ({"preset": "lm"}, {"implied": {"name": "trace", **PRESETS["lm"].options}}),
         ({"model": "M"}, {"options": {"model": "M"}}),
         ({"data": "D"}, {"options": {"data": "D"}}),
         OF_SUITE,
         ({"threads": 3}, {"threads": 3}),
     ])  # fmt: skip
-
-
-def test_scores_are_written_where_an_expert_has_no_share(runs, exits, tmp_path, monkeypatch):
-    true = evaluation.evaluate
-
-    def scored(*args, **options):
-        return [replace(row, score=0.0) if row.model == "expert:rot90" else row for row in true(*args, **options)]
-
-    monkeypatch.setattr(evaluation, "evaluate", scored)
-    said = exits("eval.py", runs[0], "--relative", "--out", tmp_path / "scores")
-    assert said == "eval.py: FT, seed 21: the expert of rot90 scores 0: merged scores have no share of it"
-    written = json.loads((tmp_path / "scores" / "results.json").read_text())
-    assert "TA" in written["means"]["FT"]
-        ({"other_tasks": ("a",)}, {"other_tasks": ("a",), "other": "test"}),
-    assert "relative" not in written
-
-
-@pytest.fixture(scope="module")
-def suite(_own_cache):
-    return load_suite("digits", progress=False, **RECIPE)
 
 
 def test_other_tasks_are_printed_and_written_and_reported_apart(runs, call, tmp_path):
@@ -287,6 +287,25 @@ def test_other_tasks_are_printed_and_written_and_reported_apart(runs, call, tmp_
     mean = json.loads((tmp_path / "scores" / "results.json").read_text())["other_tasks"]["means"]["BASE"]["Expert"]
     assert f"| BASE | {mean['mean']:.2f} |" in text.partition("## Other tasks")[2].partition("##")[0]
     assert "--other-tasks names 'mirror', a task of the checkpoints" in call(runs[0], "--other-tasks", "mirror")[0]
+
+
+def test_scores_are_written_where_an_expert_has_no_share(runs, exits, tmp_path, monkeypatch):
+    true = evaluation.evaluate
+
+    def scored(*args, **options):
+        return [replace(row, score=0.0) if row.model == "expert:rot90" else row for row in true(*args, **options)]
+
+    monkeypatch.setattr(evaluation, "evaluate", scored)
+    said = exits("eval.py", runs[0], "--relative", "--out", tmp_path / "scores")
+    assert said == "eval.py: FT, seed 21: the expert of rot90 scores 0: merged scores have no share of it"
+    written = json.loads((tmp_path / "scores" / "results.json").read_text())
+    assert "TA" in written["means"]["FT"]
+    assert "relative" not in written
+
+
+@pytest.fixture(scope="module")
+def suite(_own_cache):
+    return load_suite("digits", progress=False, **RECIPE)
 
 
 @pytest.fixture(scope="module")
@@ -484,6 +503,40 @@ def test_diagnose_reads_sigma_in_the_units_noise_and_dtype_of_the_run(runs, tmp_
     assert (settings["sigma"], settings["sigma_origin"]) == (settings["suggested_sigma"], "suggested")
 
 
+@pytest.mark.usefixtures("_unrendered")
+def test_disentanglement_compares_predictions_of_sums_with_those_of_one_update(runs, suite, call, tmp_path):
+    words = "--a", 0, 2, "--points", 3, "--coef", 0.5, "--out", tmp_path
+    code, said = call("disentanglement", *runs, *words)
+    assert code is None
+    found = read(tmp_path, "disentanglement")
+    assert found["settings"]["a"] == [0, 1, 2]
+    assert len(found["rows"]) == 2 * 3 * (9 + 1)  # runs, pairs, points
+    own = [row for row in found["rows"] if (row["method"], row["first"], row["second"]) == ("SMAT", "rot90", "stripes")]
+    trees = experts(runs[1])
+    first, second = (merge.task_vector(trees[task], suite.base) for task in ("rot90", "stripes"))
+
+    def predicted(a, b, task):
+        model = {path: leaf + a * first[path] + b * second[path] for path, leaf in suite.base.items()}
+        return suite.predictions(model, task, [part.batch for part in suite.dev_batches(task)])
+
+    for row in own:
+        a, b = row["a1"], row["a2"]
+        for name, task, alone in (("on_first", "rot90", (a, 0)), ("on_second", "stripes", (0, b))):
+            share = (predicted(a, b, task) != predicted(*alone, task)).double().mean()
+            assert row[name] == pytest.approx(float(share), abs=2 / 64), row  # a row or two on the edge of two classes
+    assert any(row["on_first"] > 0 for row in own)
+    line = next(line for line in said.splitlines() if "SMAT" in line)
+    at = [
+        50 * (row["on_first"] + row["on_second"])
+        for row in found["rows"]
+        if row["method"] == "SMAT" and row["a1"] == row["a2"] == 0.5
+    ]
+    assert f"{sum(at) / 3:.2f}" in line
+    code, alone = call("disentanglement", runs[1], *words[:-2], "--tasks", "mirror", "rot90", "--memory", 0)
+    assert code is None
+    assert "SMAT" in alone
+
+
 def test_what_cannot_be_analysed_is_told_in_one_line(runs, call, tmp_path):
     ft, smat = runs
     fewer = tmp_path / "fewer"
@@ -529,6 +582,13 @@ def test_what_cannot_be_analysed_is_told_in_one_line(runs, call, tmp_path):
         (("landscape", "--ft", ft, "--a", "0", "inf"), "a is 0 inf, must rise between finite numbers"),
         (("landscape", "--ft", smat, "--methods", ft, "--coef", "nan"), "is of method smat, not ft"),
         (("landscape", "--ft", ft, "--memory", "-1"), "memory is -1"),
+        (("disentanglement", ft, "--tasks", "rot90"), "tasks are rot90: a pair takes two"),
+        (
+            ("disentanglement", ft, "--tasks", "negative"),
+            "runs have no task 'negative', they have rot90, mirror, stripes",
+        ),
+        (("disentanglement", ft, "--points", "1", "--batches", "0"), "points is 1, must be at least 2"),
+        (("disentanglement", ft, "--a", "2", "1", "--coef", "nan"), "a is 2 1, must rise between finite numbers"),
         (("diagnose", ft, "--sigma", "nan"), "sigma is nan, must be finite and not negative"),
         (("diagnose", ft, "--coef", "-0.3"), "coef is -0.3, must be finite and not negative"),
         (("interference", ft, ft), "2 runs are FT of seed 21: give one, or another --label"),
@@ -574,7 +634,7 @@ def test_help_of_the_commands_comes_without_torch():
     code = f"""
 import runpy, sys
 sys.path.insert(0, {str(ROOT)!r})
-for name in ("experts-curve", "replacement", "gains", "landscape", "diagnose", ""):
+for name in ("experts-curve", "replacement", "gains", "landscape", "diagnose", "disentanglement", ""):
     sys.argv = ["eval.py", *name.split(), "--help"]
     try:
         runpy.run_path({str(ROOT / "eval.py")!r}, run_name="__main__")

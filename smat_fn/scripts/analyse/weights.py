@@ -105,13 +105,14 @@ def _axes(options: Landscape) -> dict[str, list[float]]:
     ]
     errors.raise_problems(problems)
     expert = {"a": 1.0, "b": 0.0}
-    # three digits beyond the first of a step, at least six: short numbers, and no two points are one
-    found = {}
-    for name, (low, high) in ranges.items():
-        digits = max(6, 3 + len(str(count)) - math.floor(math.log10(high - low)))
-        points = {round(low + (high - low) * i / (count - 1), digits) for i in range(count)}
-        found[name] = sorted(points | {expert[name]})
-    return found
+    return {name: sorted({*spaced(*ends, count), expert[name]}) for name, ends in ranges.items()}
+
+
+def spaced(low: float, high: float, count: int) -> list[float]:
+    """``count`` points from low to high in equal steps, as short numbers."""
+    # three digits beyond the first of a step, at least six: no two points are one
+    digits = max(6, 3 + len(str(count)) - math.floor(math.log10(high - low)))
+    return [round(low + (high - low) * i / (count - 1), digits) for i in range(count)]
 
 
 def _answers_only(options: Landscape) -> Mapping[str, Any]:

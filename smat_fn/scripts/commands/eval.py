@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 from tyro.conf import Positional, arg
 
 from smat_fn.scripts import cli, outcome
-from smat_fn.scripts.analyse import pictures, scores, weights
+from smat_fn.scripts.analyse import pictures, predictions, scores, weights
 from smat_fn.scripts.analyse.commands import SUITE
 from smat_fn.scripts.analyse.commands import command as analysis
 
@@ -177,6 +177,7 @@ def command(script: str, launch: Sequence[str]) -> None:
         "landscape": analysis(weights.landscape, weights.Landscape),
         "diagnose": analysis(weights.diagnose, weights.Diagnose),
         "interference": analysis(pictures.interference, pictures.Interference),
+        "disentanglement": analysis(predictions.disentanglement, predictions.Disentanglement),
         "report": (report, Report),
     }
     cli.run(script, main, Eval, description=__doc__, commands=commands)

@@ -16,6 +16,7 @@ from smat_fn import checkpoint
 from smat_fn.config import TaskArithmetic, preset_of
 from smat_fn.evaluate import read_results
 from smat_fn.evaluate.decoding import generator
+from smat_fn.scripts.analyse.predictions import Disentanglement, disentanglement
 from smat_fn.scripts.evaluate.evaluation import evaluate
 from smat_fn.scripts.merge.inputs import find_inputs
 from smat_fn.scripts.merge.merging import merge_run
@@ -133,6 +134,23 @@ def test_answers_stand_there_to_be_read(world, whole):
 
 def named_anew(manifest, params):
     return {**manifest, "fingerprint": checkpoint.fingerprint(params), "files": {}}
+
+
+def test_a_language_model_is_decoded_on_other_tasks_too(world, tmp_path):
+    engine = Counting()
+    given = {"device": "cpu", "decode_batch": 3, "engine": engine}
+    rows = evaluate([world / "run/FOMC"], options=given, keep=tmp_path, other_tasks=())
+    names = [("expert:FOMC", "FOMC"), ("other:expert:FOMC", "MeetingBank")]
+    assert [(row.model, row.task) for row in rows] == names
+    assert engine.rows == ROWS * (1 + 3)
+
+
+def test_disentanglement_takes_no_language_models(world):
+    options = Disentanglement(runs=(world / "run",), suite_options={"device": "cpu"})
+    with pytest.raises(
+        ValueError, match="run is of suite 'trace', whose models predict no classes: give runs of digits"
+    ):
+        disentanglement(options)
 
 
 def test_another_checkpoint_recipe_or_data_is_scored_anew(world, whole, tmp_path):
