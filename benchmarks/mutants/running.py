@@ -56,6 +56,9 @@ TESTS = {
     "merge/parts/per_expert.py:combined": "tests/merge/test_stitching.py",
     "merge/around/select.py:choose_coef": "tests/folders/test_searching.py",
     "report/tables.py:relative_table": "tests/report/test_tables.py",
+    "report/tables.py:other_table": "tests/report/test_tables.py",
+    "scripts/evaluate/evaluation.py:_beside": "tests/scripts/evaluate/test_other_tasks.py",
+    "analyses/disentanglement.py": "tests/analyses/test_disentanglement.py",
     "scripts/analyse/scores.py": "tests/commands/test_analyses.py",
     "scripts/analyse/weights.py": "tests/commands/test_analyses.py",
 }

@@ -49,6 +49,19 @@ def test_experts_are_scored_on_their_task_and_merged_models_on_all(suite):
     ]
 
 
+def test_other_tasks_are_scored_after_the_models_own_and_named_apart(suite):
+    few, models = suite.replace(tasks=("a",)), {"expert:a": {"x": torch.tensor(20.0)}, "ta": {"x": torch.tensor(50.0)}}
+    found = score_models(
+        few, models, "test", method="FT", seed=5, coefs={"ta": 0.3}, scorer=Scorer(suite), others=["b"]
+    )
+    assert found == [
+        Result("FT", "expert:a", "a", "test", 31.0, 5),
+        Result("FT", "other:expert:a", "b", "test", 32.0, 5),
+        Result("FT", "ta", "a", "test", 61.0, 5, 0.3),
+        Result("FT", "other:ta", "b", "test", 62.0, 5, 0.3),
+    ]
+
+
 def test_experts_of_no_task_are_refused(suite):
     with pytest.raises(ValueError, match=r"\['expert:c'\] are experts of no task of suite 'toy'"):
         score_models(suite, {"expert:c": {}}, "dev", method="FT", seed=0)
