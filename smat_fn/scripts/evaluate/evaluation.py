@@ -224,8 +224,8 @@ def _beside(
     ]
     if not every:
         problems.append(
-            f"other_tasks: all tasks of the data ({', '.join(made)}) are tasks of the checkpoints: give data with more "
-            "tasks, named by --suite-options tasks A,B,..., or leave the option out"
+            f"other_tasks: all tasks of the suite ({', '.join(made)}) are tasks of the checkpoints: name those "
+            f"that the data has besides, --suite-options tasks {','.join(made)},OTHER, or leave the option out"
         )
     elif len(several) == len(manifests):
         problems.append(
