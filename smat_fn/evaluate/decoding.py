@@ -147,12 +147,14 @@ def _decode(
         if bool(ended.all()):
             break
     if count := int(lost.sum()):
-        wider = ", or load the model as float32 (--suite-options dtype float32)" if dtype.itemsize < 4 else ""
-        raise ValueError(
-            f"the logits of {count} of {len(rows)} prompts are NaN: the weights overflow in {dtype}, choose a smaller "
-            f"coefficient{wider}"
-        )
+        raise ValueError(overflows(f"the logits of {count} of {len(rows)} prompts", dtype))
     return [_until(stops, row) for row in torch.stack(new, 1).tolist()]
+
+
+def overflows(what: str, dtype: torch.dtype) -> str:
+    """The error for values that are NaN, with the way out."""
+    wider = ", or load the model as float32 (--suite-options dtype float32)" if dtype.itemsize < 4 else ""
+    return f"{what} are NaN: the weights overflow in {dtype}, choose a smaller coefficient{wider}"
 
 
 _UNUSED: Mapping[str, tuple[Any, ...]] = {  # with the values that change nothing

@@ -193,6 +193,21 @@ def contains(predictions: Sequence[str], references: Sequence[str], prompts: Seq
     return _mean(predictions, references, row)
 
 
+def likelihood(predictions: Sequence[str], references: Sequence[str] = (), prompts: Sequence[str] = ()) -> float:
+    """``100 exp(1/n sum log p)`` over all n answer tokens of all rows: 100 / perplexity.
+
+    Args: predictions: "SUM COUNT" of each row, the sum of log p of its answer's tokens and their number, as
+        `likelihood.reader` gives them.
+    """
+    sums, counts = zip(*(map(float, text.split()) for text in predictions), strict=True)
+    return 100 * math.exp(math.fsum(sums) / math.fsum(counts))
+
+
+def same_choice(predictions: Sequence[str], references: Sequence[str], prompts: Sequence[str] = ()) -> float:
+    """Share of rows whose likeliest choice, as `likelihood.reader` gives it, is the reference."""
+    return 100 * sum(p == r for p, r in zip(predictions, references, strict=True)) / len(references)
+
+
 def uncounted(metric: TextMetric, references: Sequence[str]) -> list[str]:
     """How many references a metric does not compare as it is meant to, and why."""
     found: list[tuple[int, str]] = []
@@ -242,6 +257,9 @@ METRICS: Mapping[str, TextMetric] = MappingProxyType(
         "exact": exact_match,
         "f1": token_f1,
         "contains": contains,
+        "likelihood": likelihood,
+        "choice": same_choice,
+        "choice_norm": same_choice,
     }
 )
 TRACE_METRICS: Mapping[str, TextMetric] = MappingProxyType(

@@ -1,6 +1,6 @@
 """Causal language models of ``transformers`` as a loss of flat parameters."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..types import Batch
-from .head import IGNORED, cross_entropy
+from . import head
+from .head import IGNORED
 from .modules import sent, train_only
 from .pretrained import DeviceMap, LanguageModel, checkpoint_blocks, language_model, read
 
@@ -62,8 +63,21 @@ def next_token_loss(module: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     Args: batch: mapping with int64 (B, T) ``input_ids``, ``attention_mask``, ``labels``, moved to the module's device.
     Returns: (loss, n).
     """
+    return head.cross_entropy(module, *_predictions(module, batch))
+
+
+def log_probs(module: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """``log p(token_t | tokens before t)`` for all t >= 1 whose label is not -100, at position t - 1 of (B, T).
+
+    Args: as `next_token_loss`. Returns: as `head.log_probs`.
+    """
+    return head.log_probs(module, *_predictions(module, batch))
+
+
+def _predictions(module: nn.Module, batch: Batch) -> tuple[Callable[[], Any], Tensor]:
+    """A call of the module, and the token that it is to predict at each position."""
     device = next(module.parameters()).device
     ids, mask = (sent(batch[name], device) for name in ("input_ids", "attention_mask"))
     # the labels are shifted, not the logits: those are large, and a slice of them would be copied
     targets = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
-    return cross_entropy(module, lambda: module(input_ids=ids, attention_mask=mask, use_cache=False), targets)
+    return lambda: module(input_ids=ids, attention_mask=mask, use_cache=False), targets

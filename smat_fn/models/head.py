@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -14,6 +15,7 @@ from .modules import sent
 
 IGNORED = -100  # label of a position that is not predicted
 FEW = 0.75  # of all positions: above it, choosing them saves little
+AT_ONCE = 2**24  # logits that are upcast together: 64 MiB in float32
 
 
 def cross_entropy(module: nn.Module, call: Callable[[], Any], targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -30,6 +32,38 @@ def cross_entropy(module: nn.Module, call: Callable[[], Any], targets: Tensor) -
     Returns:
         (loss, number of the positions).
     """
+    logits, targets = _predicted(module, call, targets)
+    logits = logits.to(tree.compute_dtype(logits))
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+    return loss, (targets != IGNORED).sum()
+
+
+def log_probs(module: nn.Module, call: Callable[[], Any], targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Log probabilities of the targets, and where they are: `cross_entropy` position by position.
+
+    Logits are upcast `AT_ONCE` numbers at a time.
+
+    Args: as `cross_entropy`.
+    Returns: (log p (B, T), 0 where the target is -100; whether a target is not -100, bool (B, T)).
+    """
+    logits, own = _predicted(module, call, targets)
+    logits = logits.flatten(0, 1)
+    size = max(AT_ONCE // logits.shape[1], 1)
+    parts = zip(logits.split(size), own.flatten().split(size), strict=True)
+    values = -torch.cat(
+        [
+            F.cross_entropy(part.to(tree.compute_dtype(part)), few, ignore_index=IGNORED, reduction="none")
+            for part, few in parts
+        ]
+    )
+    predicted = sent(targets != IGNORED, values.device)
+    if len(values) == targets.numel():
+        return values.view(targets.shape), predicted
+    return values.new_zeros(targets.shape).masked_scatter(predicted, values), predicted
+
+
+def _predicted(module: nn.Module, call: Callable[[], Any], targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits and targets of all positions, or, where few are predicted, of those that are, as of one row."""
     device = next(module.parameters()).device
     places, head = _few(targets), None
     if places is not None and not _is_compiled(module):
@@ -41,9 +75,7 @@ def cross_entropy(module: nn.Module, call: Callable[[], Any], targets: Tensor) -
             logits = call().logits
         if logits.shape[:2] == (1, len(places)):
             targets = targets.flatten()[places][None]
-    logits, targets = logits.to(tree.compute_dtype(logits)), sent(targets, device)
-    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
-    return loss, (targets != IGNORED).sum()
+    return logits, sent(targets, device)
 
 
 @contextmanager

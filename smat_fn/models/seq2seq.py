@@ -1,6 +1,6 @@
 """Encoder-decoders of ``transformers`` (T5, BART) as a loss of flat parameters."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from .. import errors
 from ..types import Batch
-from .head import IGNORED, cross_entropy
+from . import head
+from .head import IGNORED
 from .modules import sent, train_only
 from .pretrained import LanguageModel, check_tokenizer, checkpoint_blocks, language_model, read, vocabulary_of
 
@@ -69,10 +70,23 @@ def answer_loss(module: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     Args: batch: as `data.pairs.collate` gives it, moved to the module's device.
     Returns: (loss, n).
     """
+    return head.cross_entropy(module, *_predictions(module, batch))
+
+
+def log_probs(module: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """``log p(target_t | source, targets before t)`` of the labels that are not -100, at their positions of (B, T).
+
+    Args: as `answer_loss`. Returns: as `head.log_probs`.
+    """
+    return head.log_probs(module, *_predictions(module, batch))
+
+
+def _predictions(module: Any, batch: Batch) -> tuple[Callable[[], Any], Tensor]:
+    """A call of the module, and the token that it is to predict at each position."""
     device = next(module.parameters()).device
     ids, mask, labels = (sent(batch[name], device) for name in ("input_ids", "attention_mask", "labels"))
     given = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": _before(module, labels)}
-    return cross_entropy(module, lambda: module(**given, use_cache=False), batch["labels"])
+    return lambda: module(**given, use_cache=False), batch["labels"]
 
 
 def start_problems(module: Any, target: Sequence[int]) -> list[str]:
