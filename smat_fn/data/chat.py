@@ -98,15 +98,16 @@ def encode(
     vocabulary: int,
     max_length: int = 512,
     truncate: Truncate = "right",
+    last: bool = False,
 ) -> list[Example]:
     """Training examples of whole conversations; labels are the answers' tokens and the template's end of each answer.
 
-    Args: as `text.encode`; "prompt-middle" cuts before the first answer. A token across the border of an answer belongs
-        to it.
+    Args: as `text.encode`; "prompt-middle" cuts before the first answer; last: labels are those of the last answer
+        alone. A token across the border of an answer belongs to it.
     Raises: ValueError as `render`; for tokens without a row in the embedding, and rows of which no token is supervised.
     """
     check_tokenizer(tokenizer, vocabulary)
-    whole = _tokens(conversations, tokenizer)
+    whole = _tokens(conversations, tokenizer, last=last)
     examples, empty = [], []
     for row, (ids, labels) in enumerate(whole):
         start = next((i for i, label in enumerate(labels) if label != IGNORED), len(ids))
@@ -153,12 +154,13 @@ def _text(messages: Conversation, tokenizer: Any, **options: bool) -> str:
     return tokenizer.apply_chat_template(list(messages), chat_template=dated, tokenize=False, **options)
 
 
-def _tokens(conversations: Sequence[Conversation], tokenizer: Any) -> list[Example]:
+def _tokens(conversations: Sequence[Conversation], tokenizer: Any, *, last: bool = False) -> list[Example]:
     """Tokens and labels of whole conversations, before they are cut."""
     texts, spans = render(conversations, tokenizer)
     out = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     examples = []
-    for ids, places, own in zip(out["input_ids"], out["offset_mapping"], spans, strict=True):
+    for ids, places, every in zip(out["input_ids"], out["offset_mapping"], spans, strict=True):
+        own = every[-1:] if last else every
         answers = [any(start < right and left < end for start, end in own) for left, right in places]
         labels = (token if answer else IGNORED for token, answer in zip(ids, answers, strict=True))
         examples.append(Example(tuple(ids), tuple(labels)))

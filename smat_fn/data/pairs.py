@@ -77,6 +77,12 @@ def cut_report(rows: Mapping[str, Sequence[Row]], tokenizer: Any, *, max_length:
     return report
 
 
+def target_ends(tokenizer: Any) -> int:
+    """The number of tokens that end every target: EOS, or as mBART has it EOS and a language code."""
+    behind = _ends(tokenizer, "text_target")[1]
+    return len(behind) + (tokenizer.eos_token_id not in behind)
+
+
 def _tokens(rows: Sequence[Row], tokenizer: Any) -> list[tuple[list[int], list[int]]]:
     """Sources as the tokenizer leaves them, as they are in decoding, and targets, with EOS where it puts none.
 

@@ -18,7 +18,7 @@ from .images import ImageRows, Images, class_folders, image_rows, npz_rows
 
 TABLES = (".json", ".jsonl", ".csv", ".parquet")  # files of texts
 SUFFIXES = (*TABLES, ".npz")
-_COLUMNS = ("prompt", "answer", "image", "label")
+_COLUMNS = ("prompt", "answer", "choices", "image", "label")
 SPELLINGS: Mapping[str, tuple[str, ...]] = {  # of a split; on the hub the first that is there
     "dev": ("dev", "validation", "valid", "val"),
     "eval": ("eval", "test"),
@@ -36,10 +36,11 @@ _ROLES = {  # as other formats of conversations have them: as chat templates do
 
 
 class TextRows(NamedTuple):
-    """Prompts and answers, one of each per row."""
+    """Prompts and answers, one of each per row; choices of every row where they were asked for."""
 
     prompts: tuple[str, ...]
     answers: tuple[str, ...]
+    choices: tuple[tuple[str, ...], ...] = ()
 
 
 class NoSplit(ValueError):
@@ -50,7 +51,9 @@ Rows: TypeAlias = TextRows | ImageRows
 Conversation: TypeAlias = tuple[Mapping[str, str], ...]  # of messages with role and content
 
 
-def load_rows(source: str | Path, task: str, split: str, *, columns: Mapping[str, str] | None = None) -> Rows:
+def load_rows(
+    source: str | Path, task: str, split: str, *, columns: Mapping[str, str] | None = None, choices: bool = False
+) -> Rows:
     """The rows of one split of a task.
 
     Text rows have the columns ``prompt`` and ``answer``, image rows ``image`` (encoded) and ``label``; an ``.npz``
@@ -63,28 +66,32 @@ def load_rows(source: str | Path, task: str, split: str, *, columns: Mapping[str
             task and split; or a dataset id of the hub, perhaps with @revision, whose config is the task
             (HF_HUB_OFFLINE and HF_DATASETS_OFFLINE are minded).
         columns: the source's name of a column by its name here, e.g. ``{"prompt": "question"}``.
+        choices: text rows have the column ``choices`` too, a list of texts, one of them the answer.
     Raises: ValueError that lists all problems by row, counted from 0; for a source that cannot be reached.
     """
     if unknown := sorted(set(columns or {}) - set(_COLUMNS)):
         raise ValueError(f"columns renames {unknown}, the columns are {list(_COLUMNS)}: write {{ours: the source's}}")
     names = {name: (columns or {}).get(name, name) for name in _COLUMNS}
+    texts = ("prompt", "answer", *(("choices",) if choices else ()))
     path = Path(source).expanduser()
     if not path.exists():
         instead = (
             f'{task}/{split}.json (a list of {{"prompt": ..., "answer": ...}}), for images {task}/{split}.npz (images, '
             "labels, class_names)"
         )
-        return _dataset(_hub_split(str(source), task, split, instead), names, f"{source} ({task}, {split})")
+        return _dataset(_hub_split(str(source), task, split, instead), texts, names, f"{source} ({task}, {split})")
     file = _find(path, task, split) if path.is_dir() else path
     if is_saved(file):
-        return _dataset(read_saved(file), names, str(file))
+        return _dataset(read_saved(file), texts, names, str(file))
     if file.is_dir():
         return class_folders(file.parent, file.name, {*_SPLITS, split})
     if file.suffix not in SUFFIXES:
         raise ValueError(f"{file} is none of {', '.join(SUFFIXES)}: convert it to one of them")
     if file.suffix == ".npz":
         return npz_rows(file, {name: (columns or {}).get(name, array) for name, array in _ARRAYS.items()})
-    return _dataset(read_parquet(file), names, str(file)) if file.suffix == ".parquet" else _json(file, names)
+    if file.suffix == ".parquet":
+        return _dataset(read_parquet(file), texts, names, str(file))
+    return _json(file, texts, names)
 
 
 def load_conversations(
@@ -151,7 +158,9 @@ def _of_conversation(messages: Any) -> str:
 def take(rows: Rows, indices: Sequence[int]) -> Rows:
     """The rows of these indices, in this order."""
     if isinstance(rows, TextRows):
-        return TextRows(*(tuple(column[i] for i in indices) for column in rows))
+        prompts, answers, choices = rows
+        own = tuple(choices[i] for i in indices) if choices else ()
+        return TextRows(tuple(prompts[i] for i in indices), tuple(answers[i] for i in indices), own)
     chosen = np.asarray(indices, dtype=np.int64)
     return ImageRows(rows.images.take(chosen, axis=0), rows.labels[chosen], rows.class_names)
 
@@ -185,19 +194,19 @@ def _find(source: Path, task: str, split: str) -> Path:
     )
 
 
-def _dataset(data: Any, names: Mapping[str, str], where: str) -> Rows:
+def _dataset(data: Any, texts: Sequence[str], names: Mapping[str, str], where: str) -> Rows:
     from datasets import Image
 
-    kind = ("image", "label") if names["image"] in data.column_names else ("prompt", "answer")
+    kind = ("image", "label") if names["image"] in data.column_names else texts
     problems = _absent(kind, names, data.column_names)
     pictures = [name for name, type_ in data.features.items() if isinstance(type_, Image)]
     if "prompt" in kind and problems and pictures:
         way = f"say which it is by --suite-options columns image={pictures[0]},label=NAME"
         problems = [f"column {names['image']!r} is missing, and {pictures[0]!r} has images: {way}"]
     complain(where, problems or ([] if len(data) else ["there are no rows"]))
+    if kind is texts:
+        return _texts(where, *(data[names[name]][:] for name in texts))
     first, second = (names[name] for name in kind)
-    if kind == ("prompt", "answer"):
-        return _texts(where, data[first][:], data[second][:])
     pictures = data.select_columns(first)
     if isinstance(data.features[first], Image):
         pictures = pictures.cast_column(first, Image(decode=False))
@@ -361,20 +370,20 @@ def _csv(file: Path, text: str) -> list[dict[str, Any]]:
     return [dict(zip(head, row, strict=True)) for row in cells]
 
 
-def _json(file: Path, names: Mapping[str, str]) -> TextRows:
+def _json(file: Path, texts: Sequence[str], names: Mapping[str, str]) -> TextRows:
     rows = read_objects(file)
     known = list(dict.fromkeys(key for row in rows for key in row))
-    problems = _absent(("prompt", "answer"), names, known)
+    problems = _absent(texts, names, known)
     if names["prompt"] not in known and {*_PICTURES} & {*known}:
         problems = [
             f"the columns {known} look like images, which .csv and .json cannot hold: make a folder for each class, "
             "TASK/SPLIT/CLASS with image files in it, or a .parquet with a column of encoded images"
         ]
     complain(file, problems)
-    return _texts(str(file), *([row.get(names[name], _MISSING) for row in rows] for name in ("prompt", "answer")))
+    return _texts(str(file), *([row.get(names[name], _MISSING) for row in rows] for name in texts))
 
 
-def _texts(where: str, prompts: Sequence[Any], answers: Sequence[Any]) -> TextRows:
+def _texts(where: str, prompts: Sequence[Any], answers: Sequence[Any], choices: Sequence[Any] = ()) -> TextRows:
     checks: tuple[tuple[str, Callable[[Any], bool]], ...] = (
         ("is missing", lambda value: value is _MISSING),
         ("is not a string", lambda value: not isinstance(value, str)),
@@ -390,8 +399,33 @@ def _texts(where: str, prompts: Sequence[Any], answers: Sequence[Any]) -> TextRo
         problems += [
             f"the {name} of {name_rows(rows)} {what}{_instead(values[rows[0]])}" for what, rows in bad.items() if rows
         ]
-    complain(where, problems)
-    return TextRows(tuple(prompts), tuple(answers))
+    complain(where, [*problems, *_of_choices(choices, answers)])
+    return TextRows(tuple(prompts), tuple(answers), tuple(map(tuple, choices)))
+
+
+def _of_choices(choices: Sequence[Any], answers: Sequence[Any]) -> list[str]:
+    """Errors for choices that are not two texts or more, one of them the row's answer."""
+    checks: tuple[tuple[str, Callable[[Any, Any], bool]], ...] = (
+        ("are missing", lambda own, _: own is _MISSING or own is None),
+        ("are not a list", lambda own, _: not isinstance(own, list | tuple)),
+        ("are not all texts", lambda own, _: not all(isinstance(text, str) and text.strip() for text in own)),
+        ("are fewer than two", lambda own, _: len(own) < 2),
+        ("have half a surrogate pair", lambda own, _: any(re.search("[\ud800-\udfff]", text) for text in own)),
+        ("do not hold the answer", lambda own, answer: answer not in own),
+    )
+    bad: dict[str, list[int]] = {what: [] for what, _ in checks}
+    for i, (own, answer) in enumerate(zip(choices, answers, strict=False)):
+        if what := next((what for what, fails in checks if fails(own, answer)), None):
+            bad[what].append(i)
+    way = "write a list of two texts or more, one of them exactly the answer (a .csv cannot hold lists)"
+    return [
+        f"the choices of {name_rows(rows)} {what}, first {shorten(repr(choices[rows[0]]), 60)} beside the answer "
+        f"{shorten(repr(answers[rows[0]]), 60)}: {way}"
+        if what != "are missing"
+        else f"the choices of {name_rows(rows)} {what}: {way}"
+        for what, rows in bad.items()
+        if rows
+    ]
 
 
 def _instead(value: Any) -> str:

@@ -101,6 +101,56 @@ def test_columns_are_renamed(tmp_path):
     assert len(load_rows(tmp_path / "a.npz", "t", "train", columns={"image": "x"}).images) == 2
 
 
+CHOSEN = [{**row, "choices": [row["answer"] or "x", "x", "y"]} for row in ROWS]
+CHOSEN[1]["answer"] = "x"
+
+
+def test_choices_are_read_where_they_are_asked_for(tmp_path):
+    write(tmp_path, "t", "train.json", json.dumps(CHOSEN))
+    write(
+        tmp_path,
+        "t",
+        "dev.jsonl",
+        "\n".join(json.dumps({"options": row.pop("choices"), **row}) for row in map(dict, CHOSEN)),
+    )
+    columns = {name: [row[name] for row in CHOSEN] for name in CHOSEN[0]}
+    write_table(tmp_path / "a.parquet", **columns)
+    expected = TextRows(("one\u00e9", "two"), ("1", "x"), (("1", "x", "y"), ("x", "x", "y")))
+    assert load_rows(tmp_path, "t", "train", choices=True) == expected
+    assert load_rows(tmp_path, "t", "dev", choices=True, columns={"choices": "options"}) == expected
+    assert load_rows(tmp_path / "a.parquet", "t", "train", choices=True) == expected
+    assert load_rows(tmp_path, "t", "train") == load_rows(tmp_path / "a.parquet", "t", "train") == (*expected[:2], ())
+    assert take(expected, [1]) == TextRows(("two",), ("x",), (("x", "x", "y"),))
+
+
+@pytest.mark.parametrize(
+    ("choices", "problem"),
+    [
+        (None, "are missing: write a list of two texts or more, one of them exactly the answer"),
+        ("x|y", r"are not a list, first 'x\|y' beside the answer 'x': write"),
+        (["x", 3], r"are not all texts, first \['x', 3\]"),
+        (["x", " "], r"are not all texts, first \['x', ' '\]"),
+        (["x"], r"are fewer than two, first \['x'\]"),
+        (["x", "\ud800"], "have half a surrogate pair"),
+        (["X", "x "], r"do not hold the answer, first \['X', 'x '\] beside the answer 'x'"),
+    ],
+)
+def test_bad_choices_are_named_by_row(tmp_path, choices, problem):
+    write(tmp_path, "t", "train.json", json.dumps([CHOSEN[0], {**CHOSEN[1], "choices": choices}]))
+    with pytest.raises(ValueError, match=rf"train\.json: the choices of row 1 {problem}.*rows count from 0"):
+        load_rows(tmp_path, "t", "train", choices=True)
+    assert load_rows(tmp_path, "t", "train").choices == ()
+
+
+def test_rows_without_choices_say_how_to_name_them(tmp_path):
+    write(tmp_path, "t", "train.json", json.dumps([{**ROWS[0], "options": ["1", "x"]}]))
+    with pytest.raises(ValueError, match=r"column 'choices' is missing, .*--suite-options columns choices=NAME"):
+        load_rows(tmp_path, "t", "train", choices=True)
+    write(tmp_path, "t", "dev.csv", "prompt,answer,choices\na,b,b c\n")
+    with pytest.raises(ValueError, match=r"choices of row 0 are not a list, first 'b c' .*a \.csv cannot hold lists"):
+        load_rows(tmp_path, "t", "dev", choices=True)
+
+
 def test_npz(tmp_path):
     rows = load_rows(write_npz(tmp_path / "a.npz"), "t", "train")
     assert np.array_equal(rows.images, PIXELS)

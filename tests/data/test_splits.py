@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from smat_fn.data.rows import ImageRows, TextRows
+from smat_fn.data.rows import ImageRows, TextRows, take
 from smat_fn.data.splits import image_group, split_rows, text_group, with_made
 
 SEED = 7
@@ -142,7 +142,7 @@ def test_made_splits_take_a_fifth_and_leave_every_label_a_row():
     rows = TextRows(tuple(f"text {i}" for i in range(62)), ("",) * 62)
 
     def taken(held, places):
-        return TextRows(*(tuple(part[i] for i in places) for part in held[0])), [held[1][i] for i in places]
+        return take(held[0], places), [held[1][i] for i in places]
 
     found = with_made(
         {"train": (rows, labels)}, ("test", "dev"), rows=lambda held: held[0], take=taken, labels=lambda held: held[1]
