@@ -903,6 +903,17 @@ MUTANTS = [
         ("lost = lost | logits.amax(1).isnan()", "lost = logits.amax(1).isnan()"),
         ("ids[order[-1]][:8], ids[order[0]][:16]", "ids[order[0]][:8], ids[order[-1]][:16]"),
     ),
+    *_of(
+        "evaluate/likelihood.py",
+        ("total / len(choice) if norm else total", "total / len(choice)"),
+        ("labels + own > most", "labels > most"),
+    ),
+    *_of("evaluate/metrics.py:likelihood", ("math.fsum(sums) / math.fsum(counts)", "math.fsum(sums) / len(counts)")),
+    *_of(
+        "suites/trace.py:_given",
+        ("end = pairs.target_ends(tokenizer) if self._pair else 1", "end = 1 + self._pair"),
+        ("mask_prompt=True", "mask_prompt=False"),
+    ),
     *_of("models/modules.py", ('"cache", "past_key_values"', '"past_key_values", "cache"')),
     *_of("errors.py", ("type(value) is int and", "isinstance(value, int) and")),
     *_of("data/pixels.py:content", ('len(encoded).to_bytes(8, "little") + encoded', "encoded")),

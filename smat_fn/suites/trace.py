@@ -4,7 +4,7 @@ A task is rows of prompt and answer in the splits train, dev and eval (`rows`); 
 minimises the mean negative log-likelihood of every token (`text`), of an encoder-decoder that of the answer (`pairs`);
 a score is the task's metric of decoded answers. The paper's seven (`TASKS`) have metrics and decoding of their own;
 all other tasks, those of TRACE that the paper leaves out too (Py150), are decoded greedily and scored by the option
-``metric``.
+``metric``, which may also read log probabilities of given answers (`likelihood`).
 """
 
 import inspect
@@ -30,9 +30,9 @@ from ..data.cache import HELD, cached, versions
 from ..data.rows import Conversation, TextRows, load_conversations, load_rows, place_of, take
 from ..data.splits import with_made
 from ..errors import check_member, count_problem, name_rows, problems_of
-from ..evaluate import decoding
+from ..evaluate import decoding, likelihood
 from ..evaluate.decoding import Decoding, prompt_ids
-from ..evaluate.engine import Engine, engine_name, find_engine, in_batches
+from ..evaluate.engine import Engine, Generate, engine_name, find_engine, in_batches
 from ..evaluate.metrics import (
     TRACE_METRICS,
     TextMetric,
@@ -45,6 +45,7 @@ from ..evaluate.metrics import (
 from ..evaluate.records import Answer, Journal, content_key
 from ..grad import ModuleLoss
 from ..models import language
+from ..models.head import IGNORED
 from ..models.modules import frozen
 from ..models.pretrained import DeviceMap, LanguageModel
 from ..models.prompts import Prompts, prompts_of
@@ -85,7 +86,8 @@ class TraceOptions(SuiteOptions):
     tasks: tuple[str, ...] | None = None
     """Tasks (default: those of the folder, for a dataset on the hub the paper's seven of TRACE)."""
     metric: str = "rouge-l"
-    """Metric of all tasks but the paper's seven: rouge-l, label, number, exact, f1, contains, or module:function."""
+    """Metric of all tasks but the paper's seven: rouge-l, label, number, exact, f1, contains, likelihood, choice,
+    choice_norm, or module:function."""
     max_length: int = 512
     """Maximum number of tokens of a training row."""
     truncate: text.Truncate = "right"
@@ -126,6 +128,8 @@ class TraceOptions(SuiteOptions):
 
     def problems(self) -> list[str]:
         found = problems_of(metric_of, self.metric)
+        if self.chat and self.metric in likelihood.CHOICES:
+            found.append(f"metric {self.metric} needs rows of prompt, answer and choices: leave --chat out")
         return [*found, *problems_of(check_member, "truncate", self.truncate, get_args(text.Truncate))]
 
 
@@ -156,7 +160,12 @@ class Trace(BaseSuite):
             problems.append(f"device is {own.device!r} and device_map is given too: give one of them")
         with errors.collected(problems):
             self._engine: Any = own.engine if callable(own.engine) else find_engine(str(own.engine))
-        read = partial(_conversations if own.chat else _texts, own)
+            if self._engine is not decoding.generator and any(map(self._by_likelihood, tasks)):
+                problems.append(
+                    f"metric {own.metric} reads log probabilities, which engine {engine_name(self._engine)} does not "
+                    "give: leave the engine out, or choose a metric of generated answers, such as exact"
+                )
+        read = partial(_conversations, own) if own.chat else self._row_texts
         found, wrong, notes, self.made = collect_splits(
             own.only or tasks, read, self._with_made, size=_size, take=_some, rows=own.rows,
             local=Path(own.data).exists(),
@@ -170,7 +179,7 @@ class Trace(BaseSuite):
             if split != "train" and self._metric(task) in LABELS:
                 problems += _unlettered(task, SPLITS[split], rows.answers)
         errors.raise_problems(problems)
-        asked: Any = self._chats if own.chat else {key: zip(*rows, strict=True) for key, rows in self._rows.items()}
+        asked: Any = self._chats if own.chat else {key: _pairs(rows) for key, rows in self._rows.items()}
         for task in own.only or tasks:
             self.notes += tuple(shared_rows(task, {split: list(map(str, asked[task, split])) for split in SPLITS}))
         if own.metric != TraceOptions.metric and all(task in TRACE_METRICS for task in tasks):
@@ -189,14 +198,30 @@ class Trace(BaseSuite):
         self._form: Any = pairs if self._pair else text  # how rows become batches
         self.split = self._form.split
         for task in own.only or tasks:
-            self.notes += () if task in TASKS else (*self._cut_off(task), *self._joined(task))
+            decoded = task not in TASKS and not self._by_likelihood(task)
+            self.notes += (*self._cut_off(task), *self._joined(task)) if decoded else ()
         self._top, self._prompts = self._frozen_below(lm)
         repeats = {task: s.repeats for task, s in self._settings.items() if s.repeats > 1}
         members: dict[str, Any] = {"base": lm.params, "where": lm.where, "untrained": frozen(lm.module)}
         super().__init__(tasks=tasks, seed=seed, repeats=repeats, **members)
 
+    def _by_likelihood(self, task: str) -> str:
+        """The metric of a task that reads log probabilities, "" for one of decoded answers."""
+        metric = self.options.metric
+        return metric if task not in TASKS and metric in likelihood.NAMES else ""
+
+    def _row_texts(self, task: str, split: str) -> TextRows:
+        """Rows of a split, with their choices where these are scored."""
+        return _texts(
+            self.options, task, split, choices=split != "train" and self._by_likelihood(task) in likelihood.CHOICES
+        )
+
     def _with_made(self, task: str, splits: dict[str, Any], missing: tuple[str, ...]) -> dict[str, Any]:
         """The splits with those that are missing, made from train."""
+        if self._by_likelihood(task) in likelihood.CHOICES:
+            train = _texts(self.options, task, "train", choices=True)
+            made = with_made({**splits, "train": train}, missing, rows=_asked, take=_some)
+            return {**made, "train": made["train"]._replace(choices=())}
         lettered = self._metric(task) in LABELS and not self.options.chat
         if lettered:
             errors.raise_problems(_unlettered(task, SPLITS["train"], splits["train"].answers))
@@ -215,6 +240,11 @@ class Trace(BaseSuite):
             if task not in TASKS and split != "train":
                 where = f"of the {len(rows.answers)} answers of {task} ({SPLITS[split]})"
                 yield from (f"{where} {text}" for text in uncounted(self._metric(task), rows.answers))
+            if self._by_likelihood(task) == "choice" and (count := sum(map(_begun, rows.choices))):
+                yield (
+                    f"in {count} of the {len(rows.choices)} rows of {task} ({SPLITS[split]}) a choice begins another "
+                    "one, which then has the smaller sum of log probabilities: choice_norm divides it by its length"
+                )
         if unused := decoding.unused_settings(lm.module):
             said = ", ".join(f"{name} {value}" for name, value in unused.items())
             yield f"{self.options.model} sets {said} for generation, which decoding here does not use"
@@ -306,6 +336,7 @@ class Trace(BaseSuite):
     def epoch_steps(self, task: str) -> int:
         self.check(task)
         limit, new, examples = self._positions, self._settings[task].max_new_tokens, self._examples(task, "train")
+        given = bool(self._by_likelihood(task))  # no prompt is decoded
         problems = []
         beside = 0 if self._pair else new  # positions that answers take beside prompts
         fewer = "pass `max_new_tokens`"
@@ -320,7 +351,9 @@ class Trace(BaseSuite):
                 f"training rows of {task} have up to {longest} tokens, more than the model's {limit}: "
                 f"pass `max_length={limit}` or less, which cuts them"
             )
-        for split in ("dev", "test") if beside <= limit else ():
+        for split in ("dev", "test") if given else ():
+            problems += problems_of(self._given, task, split)
+        for split in ("dev", "test") if beside <= limit and not given else ():
             room = limit - beside
             # a token is a byte at least, a few are special: most prompts need not be tokenized
             long = [prompt for prompt in self._asked(task, split) if len(prompt.encode()) + 8 > room]
@@ -347,7 +380,7 @@ class Trace(BaseSuite):
     def train_rows(self, task: str) -> dict[str, Any]:
         self.check(task)
         own = self._chats if self.options.chat else self._rows
-        train, dev = (content_key({"rows": own[task, split]}) for split in ("train", "dev"))
+        train, dev = (content_key({"rows": _hashed(own[task, split])}) for split in ("train", "dev"))
         inputs = content_key({"ids": self._examples(task, "train")[:1000]})
         place = place_of(self.options.data, task, SPLITS["train"])
         return {
@@ -371,21 +404,20 @@ class Trace(BaseSuite):
         self.check(task, split)
         tree.check_same(self._lm.params, "the base", params=params)
         here = {name: leaf.to(self._lm.params[name].device) for name, leaf in params.items()}
-        prompts, answers = self._rows[task, split]
+        prompts, answers = self._rows[task, split][:2]
 
         def keep(new: Mapping[int, str], done: int, total: int) -> None:
             if journal is not None:
                 journal.add([Answer(row, text, answers[row]) for row, text in new.items()], done, total)
 
         size, tokens = self._together()
-        kept = {"prompts": self._prompts} if self._engine is decoding.generator else {}
         texts = in_batches(
-            self._engine(self._lm.loss_fn, self._lm.tokenizer, here, batch_size=size, **kept),
+            self._generate(here, task, split, size),
             self._asked(task, split),
             self._settings[task],
             self.seed,
             repeat=repeat,
-            lengths=list(map(len, self._tokens(task, split))),
+            lengths=self._lengths(task, split),
             batch_size=size,
             tokens=tokens,
             known={} if journal is None else journal.known,
@@ -403,6 +435,21 @@ class Trace(BaseSuite):
         except (TypeError, ValueError):
             kind = type(value).__name__
             raise ValueError(f"metric {self._metric_name(task)!r} returned a {kind}, must return a number") from None
+
+    def _generate(self, params: Params, task: str, split: str, size: int) -> Generate:
+        """The texts that a metric takes: answers, or what is read of log probabilities."""
+        lm, choices = self._lm, self._rows[task, split].choices
+        if name := self._by_likelihood(task):
+            own: dict[str, Any] = {"collate": self._collate, "batch_size": size, "norm": name == "choice_norm"}
+            return likelihood.reader(lm.loss_fn, params, self._given(task, split), choices, **own)
+        kept = {"prompts": self._prompts} if self._engine is decoding.generator else {}
+        return self._engine(lm.loss_fn, lm.tokenizer, params, batch_size=size, **kept)
+
+    def _lengths(self, task: str, split: str) -> list[int]:
+        """Tokens of every row: of its prompt, or, where they are read, of its texts side by side."""
+        if not self._by_likelihood(task):
+            return list(map(len, self._tokens(task, split)))
+        return [len(own) * max(map(_length, own)) for own in self._given(task, split)]
 
     def _together(self) -> tuple[int, int | None]:
         """Rows, and tokens if these count too, that are decoded together at most."""
@@ -427,8 +474,8 @@ class Trace(BaseSuite):
     def content(self, task: str, split: str) -> str:
         tokenizer = self._lm.tokenizer
         facts = {
-            "rows": self._rows[task, split],
-            "tokens": self._tokens(task, split),
+            "rows": _hashed(self._rows[task, split]),
+            "tokens": self._given(task, split) if self._by_likelihood(task) else self._tokens(task, split),
             "tokenizer": self._tokenizer(),
             "special": [
                 tokenizer.eos_token_id,
@@ -535,6 +582,47 @@ class Trace(BaseSuite):
             raise ValueError(f"{split.replace('train', 'training')} rows of {task}: {error}") from error
 
     @remembered
+    def _given(self, task: str, split: str) -> list[list[text.Example]]:
+        """The texts of every row whose log probabilities are read, never cut: its answer, or its choices.
+
+        Labels are the answer's tokens and EOS, as in training, or the choice's tokens without EOS.
+        Raises: ValueError for rows that are longer than the model's positions, and choices without a token.
+        """
+        rows, tokenizer, place = self._rows[task, split], self._lm.tokenizer, f"{task} ({SPLITS[split]})"
+        vocabulary = self._lm.module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        whole: dict[str, Any] = {"vocabulary": vocabulary, "max_length": sys.maxsize}
+        options = rows.choices or [(answer,) for answer in rows.answers]
+        asked = [(prompt, one) for prompt, own in zip(rows.prompts, options, strict=True) for one in own]
+        try:
+            if self.options.chat:
+                every = chat.encode(self._chats[task, split], tokenizer, last=True, **whole)
+            else:
+                every = self._form.encode(asked, tokenizer, mask_prompt=True, **whole)
+        except ValueError as error:
+            counted = ", a row for each choice" if rows.choices else ""
+            raise ValueError(f"{place}{counted}: {error}") from error
+        if rows.choices:
+            end = pairs.target_ends(tokenizer) if self._pair else 1
+            every = [own._replace(labels=(*own.labels[:-end], *[IGNORED] * end)) for own in every]
+        parts = iter(every)
+        found = [[next(parts) for _ in own] for own in options]
+        longest = [max(map(_length, own)) for own in found]
+        problems = []
+        if long := [i for i, length in enumerate(longest) if length > self._positions]:
+            problems.append(
+                f"{name_rows(long)} of {place} with answers have up to {max(longest)} tokens, more than the model's "
+                f"{self._positions}: shorten these prompts or answers"
+            )
+        if bare := [i for i, own in enumerate(found) if not all(map(self._predicts, own))]:
+            problems.append(f"a choice of {name_rows(bare)} of {place} has no token: change it, or remove these rows")
+        errors.raise_problems(problems)
+        return found
+
+    def _predicts(self, example: text.Example) -> bool:
+        """Whether a label of the example is predicted: of a causal model's all but the first can be."""
+        return any(label != IGNORED for label in example.labels[0 if self._pair else 1 :])
+
+    @remembered
     def _tokens(self, task: str, split: str) -> list[list[int]]:
         return prompt_ids(self._asked(task, split), self._lm.tokenizer, closed=self._pair)
 
@@ -556,7 +644,7 @@ def _source(module: str) -> str:
 def settings_of(task: str, options: TraceOptions) -> Decoding:
     """Decoding settings of a task."""
     if task not in decoding.TRACE:
-        return Decoding(options.max_new_tokens or 100)
+        return Decoding(0 if options.metric in likelihood.NAMES else options.max_new_tokens or 100)
     given = decoding.TRACE[task]
     return given._replace(
         max_new_tokens=min(given.max_new_tokens, options.max_new_tokens or given.max_new_tokens),
@@ -568,8 +656,9 @@ def _conversations(options: TraceOptions, task: str, split: str) -> tuple[Conver
     return load_conversations(options.data, task, SPLITS[split], columns=options.columns)
 
 
-def _texts(options: TraceOptions, task: str, split: str) -> TextRows:
-    rows = load_rows(options.data, task, SPLITS[split], columns=options.columns)
+def _texts(options: TraceOptions, task: str, split: str, *, choices: bool) -> TextRows:
+    asked = {"choices": True} if choices else {}
+    rows = load_rows(options.data, task, SPLITS[split], columns=options.columns, **asked)
     if not isinstance(rows, TextRows):
         way = "this suite takes prompts and answers: give some, or take --preset images"
         raise ValueError(f"{options.data} ({task}, {SPLITS[split]}) holds images, {way}")
@@ -578,6 +667,20 @@ def _texts(options: TraceOptions, task: str, split: str) -> TextRows:
 
 def _size(rows: TextRows | Sequence[Conversation]) -> int:
     return len(rows.answers) if isinstance(rows, TextRows) else len(rows)
+
+
+def _hashed(rows: Any) -> Any:
+    """Rows as they are hashed: without the place of choices where there are none, as runs begun before have them."""
+    return rows[:2] if isinstance(rows, TextRows) and not rows.choices else rows
+
+
+def _length(example: text.Example) -> int:
+    return max(map(len, example))
+
+
+def _begun(choices: Sequence[str]) -> bool:
+    """Whether a choice begins another one."""
+    return any(one != other and other.startswith(one) for one in choices for other in choices)
 
 
 def _some(rows: Any, places: Sequence[int]) -> Any:
@@ -620,4 +723,4 @@ def _is_letter(task: str, answer: str) -> bool:
 
 
 def _pairs(rows: TextRows) -> list[tuple[str, str]]:
-    return list(zip(*rows, strict=True))
+    return list(zip(rows.prompts, rows.answers, strict=True))

@@ -296,3 +296,31 @@ def test_experts_move_to_a_wider_model(inputs, exits, tmp_path, capsys):
     changed = {path for path, leaf in base.items() if not torch.equal(expert[path], leaf)}
     assert {"model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.norm.weight"} <= changed
     assert exits("merge.py", "ta", "--run", tmp_path / "moved", "--coef", "0.3", "--out", tmp_path / "merged") is None
+
+
+def test_scores_by_likelihood_decode_nothing_from_training_to_the_table(inputs, exits, tmp_path, capsys, monkeypatch):
+    for task in ("first", "second"):
+        (tmp_path / "rows" / task).mkdir(parents=True)
+        for split in ("train", "dev", "eval"):
+            rows = [
+                {"prompt": f"{task} {split} {i}", "answer": WORDS[i], "choices": ["else", *WORDS[:4]]} for i in range(4)
+            ]
+            (tmp_path / "rows" / task / f"{split}.json").write_text(json.dumps(rows))
+    monkeypatch.setattr("smat_fn.evaluate.decoding._decode", lambda *args: pytest.fail("nothing is decoded"))
+    cpu, run = ("--suite-options", "device", "cpu"), tmp_path / "run"
+    words = ("--preset", "lm", "--model", inputs / "model", "--data", tmp_path / "rows", "--metric", "likelihood")
+    training = (*words, "--steps", "4", "--lr", "1e-2", "--precision", "fp32", "--out", run)
+    assert exits("train.py", "ft", *training, *cpu, "--eval-every", "2") is None
+    assert exits("merge.py", "ta", "--run", run, "--search", "--out", run / "merged", *cpu) is None
+    curve = checkpoint.load_manifest(run / "merged/ta")["dev_curve"]
+    assert len({score for _, score in curve}) == len(curve) == 10
+    assert all(0 < score < 100 for _, score in curve)
+    assert exits("eval.py", run, "--out", tmp_path / "scores", *cpu) is None
+    assert {row.model: 0 < row.score < 100 for row in read_results(tmp_path / "scores/results.jsonl")} == {
+        "expert:first": True, "expert:second": True, "ta": True,
+    }  # fmt: skip
+    by_choice = ("--out", tmp_path / "chosen", *cpu, "metric", "choice")
+    assert exits("merge.py", "ta", "--run", run, "--search", "--grid", "0.3", "0.6", *by_choice) is None
+    suite = checkpoint.load_manifest(tmp_path / "chosen/ta")["suite"]
+    assert suite["metric"] == "choice"
+    assert all(score % 12.5 == 0 for _, score in checkpoint.load_manifest(tmp_path / "chosen/ta")["dev_curve"])
