@@ -48,6 +48,7 @@ TESTS = {
     "scripts/commands/train.py": "tests/commands/test_scripts.py",
     "scripts/commands/merge.py": "tests/commands/test_merge.py",
     "scripts/merge/commands.py": "tests/commands/test_merge.py",
+    "scripts/recipes/several.py": "tests/scripts/merge/test_file_of_merges.py",
     "scripts/merge/transport.py": "tests/scripts/merge/test_transport.py",
     "scripts/merge/searched.py": "tests/scripts/merge/test_search_over.py",
     "scripts/merge/outside.py": "tests/commands/test_search_by_score.py",

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from smat_fn import checkpoint
 from smat_fn.scripts.merge import commands, settings
+from smat_fn.scripts.recipes.several import placed, steps_of
 
 _spec = importlib.util.spec_from_file_location("make_recipes", Path(__file__).parent / "make_recipes.py")
 make_recipes = importlib.util.module_from_spec(_spec)
@@ -149,6 +150,16 @@ def test_what_a_file_of_merges_cannot_say_is_an_error_before_any_merge(text, mod
     with pytest.raises(ValueError, match=re.escape(text)):
         commands.from_recipe(settings.FromRecipe(file, tmp_path / "out"))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_merge_may_be_called_base(models, tmp_path, monkeypatch):
+    """As a model it is the merge; as the source of a tokenizer the word keeps its meaning."""
+    monkeypatch.chdir(models)
+    two = TWO | {"base_model": "base", "tokenizer_source": "base"}
+    first, second = steps_of([two, ONE | {"name": "base"}], tmp_path / "all.yml", [])
+    assert (first.name, second.name, second.needs) == ("base", "two", ("base",))
+    found = placed(second, {"base": tmp_path})
+    assert (found["base_model"], found["tokenizer_source"]) == (str(tmp_path), "base")
 
 
 def test_all_problems_of_a_file_are_one_error(models, tmp_path):
