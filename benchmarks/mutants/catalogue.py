@@ -632,8 +632,16 @@ MUTANTS = [
         ("grid[1 if edge", "grid[0 if edge"),
     ),
     *_of(
+        "merge/around/weights.py",
+        ("key=lambda place: -found[place]", "key=lambda place: found[place]"),
+        ("in points[:left]", "in points"),
+        ("or not exceeds(max(found), min(found))", ""),
+        ('"randn": numbers.randn', '"randn": np.random.randn'),
+    ),
+    *_of(
         "folders/searching.py",
-        ("fmean(found[coef].values())", "max(found[coef].values())"),
+        ("return fmean(scores.values())", "return max(scores.values())"),
+        ('found[f"trial {best_one}"] if best_one else', ""),
         ("kept[key] if key in kept else _scored", "_scored"),
         ("sorted(beside.items()), name]", "sorted(beside.items())]"),
         ("inputs, sorted(files.values())", "sorted(files.values())"),
@@ -643,6 +651,7 @@ MUTANTS = [
         ("if not math.isfinite(value)}", "if value is None}"),
         ("-file.stat().st_mtime_ns", "file.stat().st_mtime_ns"),
         ("if status := _status", "if 0 * _status"),
+        ("seed=order.seed,", "seed=0,"),
     ),
     *_of(
         "scripts/merge/searched.py",
@@ -772,7 +781,7 @@ MUTANTS = [
     *_of(
         "merge/around/select.py",
         ("return sorted(given)", "return sorted(given, reverse=True)"),
-        ("if exceeds(value, curve[best][1])", "if exceeds(curve[best][1], value)"),
+        ("if exceeds(point[1], best[1])", "if exceeds(best[1], point[1])"),
         ("rel_tol=_ROUNDING", "rel_tol=0"),
         ("return ordered[0] / 2 if", "return ordered[0] / 4 if"),
         ('"largest" if coef == max(coefs)', '"largest" if coef == min(coefs)'),

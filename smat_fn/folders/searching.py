@@ -1,4 +1,4 @@
-"""Search of a coefficient by any score of the merged folder: candidates of any size, on disk, one at a time."""
+"""Search of a coefficient, and of weights, by any score of the merged folder: candidates on disk, one at a time."""
 
 import hashlib
 import json
@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, TypeAlias, Unpack
@@ -17,6 +18,7 @@ import torch
 
 from .. import checkpoint, errors, json_lines
 from ..merge.around.select import choose_coef
+from ..merge.around.weights import check_trials, select_weights, weights_of, with_weights
 from ..merge.parts.merger import Merger
 from .files import Hashing
 from .prepare import Options, prepare
@@ -33,12 +35,13 @@ Score: TypeAlias = Callable[[Path], float | Mapping[str, float]]
 
 
 class Searched(NamedTuple):
-    """A coefficient that was chosen by the score of merged folders."""
+    """A coefficient, and perhaps weights of the experts, that were chosen by the score of merged folders."""
 
-    config: Merger  # with the coefficient
+    config: Merger  # with the coefficient and the weights
     scores: dict[str, float]  # of the chosen one, by name; of a score without a name {"": score}
     curve: tuple[tuple[float, float], ...]  # (coefficient, score) of every candidate; empty where there is no choice
     edge: str = ""  # "smallest" or "largest", where the coefficient is at the edge of those tried
+    weights: tuple[tuple[dict[str, float], float], ...] = ()  # (by expert, score) of every trial, first the start
 
     @property
     def score(self) -> float:
@@ -49,7 +52,7 @@ class Searched(NamedTuple):
 class Candidate(NamedTuple):
     """A score as soon as it is known."""
 
-    name: str  # of the output folder, with the coefficient: "ta 0.3"
+    name: str  # of the output folder, with the coefficient or the number of the trial: "ta 0.3", "ta trial 7"
     score: float
     kept: bool  # known from an earlier search
 
@@ -74,6 +77,8 @@ def search_folders(
     score: Score,
     coefs: Sequence[float] = (),
     widen: bool = False,
+    trials: int = 0,
+    seed: int = 0,
     name: str = "",
     hashing: Hashing | None = None,
     report: Callable[[Candidate], object] = lambda candidate: None,
@@ -83,7 +88,8 @@ def search_folders(
 
     Each candidate is merged by `merge_folders`, with the same bytes, into a folder beside ``out``, scored, and removed,
     also after an error. There is one such folder at a time; one that a killed process left is removed at the next
-    start. A merger without an open coefficient is one candidate.
+    start. A merger without an open coefficient is one candidate. With ``trials`` the best candidate is the first one of
+    `select_weights`, which tries so many with other weights of the experts.
 
     Args:
         config: its ``coef`` is None, to be chosen.
@@ -93,6 +99,8 @@ def search_folders(
             Beside this folder it may write files of its own, which are removed too.
         coefs: candidates; default: the merger's own, `Merger.grid`.
         widen: try more as long as the best one is at an edge of those, ten at most (`choose_coef`).
+        trials: models with other weights to try, 0 or at least a generation of CMA-ES.
+        seed: of these weights.
         name: text that distinguishes this score from others. With it, scores are kept in ``candidates.jsonl`` beside
             ``out``, by the content of the inputs, all options that decide the bytes, and this name: none is computed
             twice.
@@ -102,43 +110,76 @@ def search_folders(
 
     Raises:
         ValueError: as `merge_folders`, before any work; for coefficients that are not finite, are given twice or change
-            nothing; if another search of ``out`` is running; and, with the name of the candidate, if a score is not a
-            finite number or ``score`` raises one.
+            nothing; for trials as `select_weights`, and of a merger without weights; if another search of ``out`` is
+            running; and, with the name of the candidate, if a score is not a finite number or ``score`` raises one.
+        ModuleNotFoundError: as `select_weights`.
     """
     out = checkpoint.follow(Path(out))
     tried, more = _tried(config, coefs), read_by(base, experts, options)
+    start = _start(config, list(experts), trials)
     place, kept = _place(out), _kept(out.parent / SCORES) if name else {}
-    found = dict[float | None, dict[str, float]]()
+    found = dict[str, dict[str, float]]()  # by coefficient, or number of the trial
 
-    def ready(coef: float | None) -> _Ready:
-        end = [] if coef is None else [f"{coef:.12g}"]
+    def ready(own: Merger, *end: str) -> _Ready:
         named = " ".join([out.name, *end]), place / "-".join([out.name, *end])
-        return _Ready(*named, *prepare(_at(config, coef), base, experts, out, **options), more)
+        return _Ready(*named, *prepare(own, base, experts, out, **options), more)
 
-    first = ready(tried[0])
+    first = ready(_at(config, tried[0]))
     problems = [*memory_problems(first.job), *room_problems(work_folder(out), first.shards)]
-    if any(first.job.coefs == ready(coef).job.coefs for coef in tried[1:2]):
+    if any(first.job.coefs == ready(_at(config, coef)).job.coefs for coef in tried[1:2]):
         problems.append("`coef` has a number for every parameter, so there is nothing to choose: leave it out")
     errors.raise_problems(problems)
     shared = Hashing(options.get("workers", 1)) if hashing is None else nullcontext(hashing)
     with shared as hashes, _only(out, place):
 
-        def score_at(coef: float | None) -> float:
-            own, begin = ready(coef), time.perf_counter()
+        def score_of(config: Merger, *end: str) -> float:
+            own, begin = ready(config, *end), time.perf_counter()
             key = _key(own, hashes, name) if name else ""
-            found[coef] = kept[key] if key in kept else _scored(own, score, hashes)
+            scores = found[" ".join(end)] = kept[key] if key in kept else _scored(own, score, hashes)
             if name and key not in kept:
-                about = {"key": key, "candidate": own.name, "score": name, "scores": found[coef]}
+                about = {"key": key, "candidate": own.name, "score": name, "scores": scores}
                 json_lines.append(out.parent / SCORES, [{**about, "seconds": round(time.perf_counter() - begin, 3)}])
-            value = fmean(found[coef].values())
-            report(Candidate(own.name, value, key in kept))
-            return value
+            report(Candidate(own.name, fmean(scores.values()), key in kept))
+            return fmean(scores.values())
+
+        def score_at(coef: float) -> float:
+            return score_of(_at(config, coef), _text(coef))
 
         if tried == [None]:
-            score_at(None)
-            return Searched(config, found[None], ())
-        best, edge = choose_coef(score_at, [coef for coef in tried if coef is not None], widen=widen)
-    return Searched(_at(config, best.best), found[best.best], best.curve, edge)
+            score_of(config)
+            chosen = Searched(config, found[""], ())
+        else:
+            best, edge = choose_coef(score_at, [coef for coef in tried if coef is not None], widen=widen)
+            chosen = Searched(_at(config, best.best), found[_text(best.best)], best.curve, edge)
+        if not trials:
+            return chosen
+        numbers = count()
+
+        def score_with(weights: Mapping[str, float]) -> float:
+            if (number := next(numbers)) == 0:  # the first ones are those of the best coefficient
+                return chosen.score
+            return score_of(with_weights(chosen.config, weights), "trial", str(number))
+
+        weighted = select_weights(start, score_with, trials=trials, seed=seed)
+        best_one = [weights for weights, _ in weighted.curve].index(weighted.best)
+        scores = found[f"trial {best_one}"] if best_one else chosen.scores
+        own = with_weights(chosen.config, weighted.best)
+        return chosen._replace(config=own, scores=scores, weights=weighted.curve)
+
+
+def _text(coef: float) -> str:
+    return f"{coef:.12g}"
+
+
+def _start(config: Merger, names: Sequence[str], trials: int) -> dict[str, float]:
+    """The weights with which trials begin. Raises: ValueError for trials that cannot be."""
+    if not trials:
+        return {}
+    if not hasattr(config, "weights"):
+        raise ValueError(f"trials try weights of the experts, and {config.name} takes none: leave trials out")
+    start = weights_of(config, names)
+    check_trials(start, trials)
+    return start
 
 
 def _tried(config: Merger, coefs: Sequence[float]) -> list[float | None]:

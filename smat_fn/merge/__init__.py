@@ -31,6 +31,7 @@ from .around.select import (
     select_coefs,
 )  # fmt: skip
 from .around.spaces import core_space, knots
+from .around.weights import check_trials, select_weights, weights_of, with_weights
 from .breadcrumbs import breadcrumbs, breadcrumbs_vector
 from .cart import cart
 from .consensus import consensus, consensus_vector
@@ -77,16 +78,16 @@ __all__ = [
     "BASELESS", "CALIBRATION_COEFS", "COEFS", "DROP_PROBS", "MERGERS", "MORE_MERGERS", "RANDOM", "TIES_KEEPS", "WIDE",
     "WIDER", "Experts", "Factors", "Layered", "Merger", "Rules", "Selection", "adamerging", "apply_blocks",
     "apply_rules", "apply_vector", "arcee_fusion", "block_of", "block_prefix", "blocks_of", "breadcrumbs",
-    "breadcrumbs_vector", "cart", "check_options", "choose", "choose_coef", "coef_of", "coefs_of", "combine",
-    "consensus", "consensus_vector", "core_space", "dare", "dare_ties", "dare_ties_vector", "dare_vector", "dc_merge",
-    "dc_merge_vector", "della", "della_vector", "emr", "emr_vector", "exceeds", "fisher", "fisher_vector",
+    "breadcrumbs_vector", "cart", "check_options", "check_trials", "choose", "choose_coef", "coef_of", "coefs_of",
+    "combine", "consensus", "consensus_vector", "core_space", "dare", "dare_ties", "dare_ties_vector", "dare_vector",
+    "dc_merge", "dc_merge_vector", "della", "della_vector", "emr", "emr_vector", "exceeds", "fisher", "fisher_vector",
     "flat_statistics", "grid_edge", "iso_c", "iso_c_vector", "iso_cts", "iso_cts_vector", "karcher", "knots", "lines",
     "lines_coefs", "lines_low", "lines_rules", "magmax", "magmax_vector", "merge_by", "metagpt", "metagpt_vector",
     "model_stock", "model_stock_vector", "multislerp", "multislerp_vector", "nearswap", "nearswap_vector", "next_coef",
-    "norms", "norms_note", "nuslerp", "nuslerp_vector", "opcm", "opcm_vector", "pcb", "pcb_vector", "ram",
-    "ram_vector", "reg_mean", "reg_mean_plus", "reg_mean_vector", "sce", "sce_vector", "select_coef", "select_coefs",
-    "shortening", "slerp", "svc", "svc_vector", "ta", "tall_mask", "tall_mask_vector", "task_arithmetic",
-    "task_arithmetic_vector", "task_vector", "ties", "ties_density", "ties_vector", "truncated", "tsv_merge",
-    "tsv_merge_vector", "vector_by", "weight_average", "weighted_average", "wise_ft", "wise_ft_vector", "wudi",
-    "wudi_vector",
+    "norms", "norms_note", "nuslerp", "nuslerp_vector", "opcm", "opcm_vector", "pcb", "pcb_vector", "ram", "ram_vector",
+    "reg_mean", "reg_mean_plus", "reg_mean_vector", "sce", "sce_vector", "select_coef", "select_coefs",
+    "select_weights", "shortening", "slerp", "svc", "svc_vector", "ta", "tall_mask", "tall_mask_vector",
+    "task_arithmetic", "task_arithmetic_vector", "task_vector", "ties", "ties_density", "ties_vector", "truncated",
+    "tsv_merge", "tsv_merge_vector", "vector_by", "weight_average", "weighted_average", "weights_of", "wise_ft",
+    "wise_ft_vector", "with_weights", "wudi", "wudi_vector",
 ]  # fmt: skip

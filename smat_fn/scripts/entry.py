@@ -26,7 +26,7 @@ _NARROWEST = 20
 # package that an extra of pyproject.toml installs, by the name it is imported as -> the extra
 EXTRAS = {
     "huggingface_hub": "hub",
-    **dict.fromkeys(("transformers", "datasets", "PIL", "einops", "sklearn", "rouge", "sacrebleu"), "train"),
+    **dict.fromkeys(("transformers", "datasets", "PIL", "einops", "sklearn", "rouge", "sacrebleu", "cma"), "train"),
     "scikit-learn": "train",  # whose version is read without importing it
     **dict.fromkeys(("tqdm", "rich"), "train"),
     **dict.fromkeys(("matplotlib", "scipy", "markdown_it"), "eval"),

@@ -103,6 +103,7 @@ IN_MEMORY = [
     ({"calibrate": True, "search": False}, {"calibration": merge.CALIBRATION_COEFS["vision"], "search": False}),
     ({"grid": (0.1, 0.2)}, {"coefs": (0.1, 0.2)}),
     ({"per_layer": 2}, {"sweeps": 2}),
+    ({"trials": 8}, {"trials": 8}),
     ({"search_over": ("drop_prob=0.2,0.4", "elect=False")}, {"over": {"drop_prob": (0.2, 0.4), "elect": (False,)}}),
     ({**OF_RUN, "snapshots": True}, {**FROM_RUN, "snapshots": {1: [Path("run"), *FROM_RUN["experts"]]}}),
     ({"preset": "lm"}, {
@@ -133,6 +134,7 @@ BY_SCORE = [
     ({"score": "other {model}"}, {"asked": ASKED._replace(command="other {model}")}),
     ({"score_key": ("a/b",)}, {"asked": ASKED._replace(keys=("a/b",))}),
     ({"grid": (0.1, 0.2)}, {"asked": ASKED._replace(coefs=(0.1, 0.2))}),
+    ({"trials": 8}, {"asked": ASKED._replace(trials=8)}),
     ({"preset": "lm"}, {"configs": [replace(DELLA, **OF_LM)]}),
     ({"plot": PLOT}, {"rows": (BASE, EXPERTS, DRAWN), "picture": (PLOT, [Path("out/della")])}),
 ]  # fmt: skip
@@ -182,7 +184,7 @@ def options(merger, **choice):
 
 
 def test_every_option_reaches_a_merge_on_disk(received):
-    of_search = {"search", "grid", "widen", *OF_SUITES, *OF_SCORE}
+    of_search = {"search", "grid", "widen", "trials", *OF_SUITES, *OF_SCORE}
     assert_effects(partial(received, command.main), options(Della(coef=0.3)), ON_DISK, besides=of_search)
 
 

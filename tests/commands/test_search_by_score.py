@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from smat_fn import checkpoint
+from smat_fn import checkpoint, merge
 from smat_fn.config import DIGITS, MERGERS, TaskArithmetic
 from smat_fn.scripts.merge.outside import Asked, Program, at, last_number
 
@@ -42,7 +42,7 @@ if len(sys.argv) > 2:
     (out / "my__model/samples_gsm8k.jsonl").write_text("{}\\n{}\\n")
 else:
     print(f"{score}\\n")
-if (here / "die").exists() and len((here / "runs").read_text().split()) == 2:
+if (die := here / "die").exists() and len((here / "runs").read_text().split()) == int(die.read_text() or 2):
     os.kill(os.getppid(), signal.SIGKILL)
 """
 
@@ -169,6 +169,53 @@ def test_a_killed_search_scores_no_candidate_twice_and_its_leftover_goes(call, p
     assert (code, runs()) == (None, ["ta-0.6", "ta-0.9"])
     assert "ta 0.3: -0.55 (kept)\nta 0.6: -0.2\nta 0.9: -0.95\n" in err
     assert sorted(path.name for path in Path("out").iterdir()) == ["candidates.jsonl", "logs", "ta"]
+
+
+def test_trials_begin_at_the_best_coefficient_and_a_killed_search_resumes_on_their_path(call, exits, place):
+    words = "--grid", 0.3, 0.6, "--seed", 4, "--out", "out", "--trials"
+    start, every = {"a": 1.0, "b": 1.0}, [f"ta-trial-{place}" for place in range(1, 13)]
+    wanted = merge.select_weights(start, lambda w: -abs(0.6 * (2 * w["a"] + 0.5 * w["b"]) - 1.3), trials=12, seed=4)
+    assert wanted.best != start
+    Path("die").write_text("7")
+    command = [sys.executable, ROOT / "merge.py", "ta", "--base", "base", "--experts", "a", "b", "--search", *words, 12]
+    command += ["--score", f"{sys.executable} score.py {{model}}"]
+    assert subprocess.run(list(map(str, command)), check=False, capture_output=True).returncode == -signal.SIGKILL
+    Path("die").unlink()
+    assert runs() == ["ta-0.3", "ta-0.6", *every[:5]]
+    out, err, code = call("ta", *words, 12)
+    assert (code, runs()) == (None, every[4:])
+    assert "ta trial 4: " in err
+    made = manifest("out/ta")
+    assert [weights for weights, _ in made["score_weights"]] == [weights for weights, _ in wanted.curve]
+    scores = [score for _, score in made["score_weights"]]
+    assert scores == pytest.approx([score for _, score in wanted.curve], abs=1e-6)
+    assert made["hyperparameters"] == {"coef": 0.6, "weights": wanted.best}
+    assert made["score"] == max(scores)
+    text = "a {a:g} b {b:g}".format(**wanted.best)
+    assert out.splitlines()[1:] == [
+        f"score: out/ta, {made['score']:.6g}, at the largest coefficient of those tried: --widen or --grid tries more",
+        f"weights: {text}, of 12 trials; the first ones score -0.2",
+    ]
+    card = Path("out/ta/README.md").read_text()
+    assert "Then CMA-ES tried 12 models with other weights of the experts. The best score, " in card
+    assert f" at {text.replace(' b', ', b')}, is optimistic, for it is the best of so many; that at the first" in card
+    assert exits("merge.py", "out/ta/recipe.yml", "--out", "again") is None
+    assert (place / "again/ta/model.safetensors").read_bytes() == (place / "out/ta/model.safetensors").read_bytes()
+    assert "kept: out/ta" in call("ta", *words, 12)[0]
+    for more, said in (
+        ((13,), "its asked.trials is 12, this merge's would be 13"),
+        ((12, "--weights", "a", 0.5), "its asked.weights.a is left out, this merge's would be 0.5"),
+    ):
+        assert f"out/ta holds another merge: {said}" in call("ta", *words, *more)[2]
+    assert runs() == []
+    found = json.loads(call("ta", *words, 6, "--overwrite", "--json")[0])
+    assert found["searched"][0]["weights"] == merge.select_weights(start, of(wanted), trials=6, seed=4).best
+    assert runs() == []
+
+
+def of(selection):
+    """The score of weights that a selection knows."""
+    return lambda weights: next(score for own, score in selection.curve if own == weights)
 
 
 def test_sigterm_ends_the_program_too_and_removes_the_candidate(call):

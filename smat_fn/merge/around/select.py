@@ -65,10 +65,15 @@ def choose(candidates: Sequence[T], score: Callable[[T], float]) -> Selection[T]
         if math.isnan(value):
             raise ValueError(f"the score of candidate {candidate!r} is NaN: score must return a number")
         curve.append((candidate, value))
-    best = 0
-    for place, (_, value) in enumerate(curve):
-        best = place if exceeds(value, curve[best][1]) else best
-    return Selection(*curve[best], tuple(curve))
+    return Selection(*best_of(curve), tuple(curve))
+
+
+def best_of(curve: Sequence[tuple[T, float]]) -> tuple[T, float]:
+    """The candidate of the largest score, the earlier of equal ones (`exceeds`), and its score."""
+    best = curve[0]
+    for point in curve:
+        best = point if exceeds(point[1], best[1]) else best
+    return best
 
 
 def grid_edge(coef: float, coefs: Sequence[float]) -> str:

@@ -120,6 +120,8 @@ class Choices:
     ] = ()
     """With --search: other options of the merger to choose, with values to try, e.g. ratio=0.2,0.4,0.6 least=1,2. Each
     combination gets its own coefficient; the one with the best dev score is chosen."""
+    trials: int = 0
+    """With --search: number of models to try with other weights of the experts, by CMA-ES, after the coefficient."""
     per_layer: int = 0
     """With --search: number of sweeps over the blocks, each of which gets the coefficient with the best dev score."""
     snapshots: bool = False
@@ -141,7 +143,7 @@ class Choices:
     semantics: Semantics = "paper"
     """Definition of the merger where implementations differ: the paper's, mergekit's, or the original authors'."""
     seed: int = 0
-    """Seed of random masks."""
+    """Seed of random masks, and of --trials."""
     data: Annotated[str | None, arg(help_behavior_hint="(default: as they were trained)")] = None
     """With --search: data, as in train.py --data, e.g. for downloaded experts; name each expert after its task."""
     suite_options: Annotated[cli.Values, cli.SUITE] = field(default_factory=dict)
@@ -244,11 +246,20 @@ def main(args: Merge) -> None:
     _check_inputs(args)
     _check_score(args)
     _check_over(args)
+    _check_trials(args)
     import torch
 
-    from smat_fn.merge import CALIBRATION_COEFS
+    from smat_fn.merge import CALIBRATION_COEFS, check_trials, weights_of
     from smat_fn.merge.parts.masked import of_all_tasks
-    from smat_fn.scripts.merge.inputs import all_inputs, manifests_of, sigma_note, trained_by, weight_of, weighted
+    from smat_fn.scripts.merge.inputs import (
+        all_inputs,
+        by_name,
+        manifests_of,
+        sigma_note,
+        trained_by,
+        weight_of,
+        weighted,
+    )
 
     torch.set_num_threads(args.machine.threads)
     base, experts = (
@@ -260,6 +271,9 @@ def main(args: Merge) -> None:
     preset = preset_of(args.choice.preset or trained_by(manifests))
     configs = weighted(mergers(args, preset), base, experts, weights)
     _check_grid(args.choice, configs, args.merger)
+    if args.choice.trials:
+        names = [name for name, *_ in by_name(base, experts, None)[0]]
+        check_trials(weights_of(configs[0], names), args.choice.trials, "--trials")
     cli.with_named(args.choice.suite_options, data=args.choice.data)
     for option, value in {"--data": args.choice.data, "--suite-options": args.choice.suite_options}.items():
         if value and not (args.choice.search or args.choice.calibrate):
@@ -379,6 +393,23 @@ def _check_over(args: Merge) -> None:
     raise_problems(problems)
 
 
+def _check_trials(args: Merge) -> None:
+    """Raises: ValueError for --trials without a search, without weights to try, and beside what it cannot be with."""
+    choice, merger = args.choice, args.merger
+    if not choice.trials:
+        return
+    if isinstance(merger, All):
+        raise ValueError("--trials tries weights of the experts with one merger: name it in place of all")
+    problems = [] if choice.search else ["--trials requires --search"]
+    if not hasattr(merger, "weights"):
+        problems.append(f"--trials tries weights of the experts, and {merger.name} takes none: leave it out")
+    if choice.snapshots:
+        problems.append("--trials is not available with --snapshots: search one, as --run RUN/snapshots/NUMBER")
+    if choice.per_layer:
+        problems.append("--trials and --per-layer both go on from the best coefficient: leave one out")
+    raise_problems(problems)
+
+
 def mergers(args: Merge, preset: Preset) -> list[MergerConfig]:
     """The chosen mergers with the settings of the preset, in the definition that --semantics names."""
     return [resolve(config, preset.mergers) for config in _chosen(args)]
@@ -432,6 +463,7 @@ def in_memory(
         widen=args.choice.widen,
         over=over_of(type(configs[0]), args.choice.search_over),
         sweeps=args.choice.per_layer,
+        trials=args.choice.trials,
         snapshots=find_snapshots(args.inputs.run, experts) if args.choice.snapshots and args.inputs.run else {},
         lines=args.choice.lines,
         report=outcome.line,
@@ -485,7 +517,8 @@ def on_disk(args: Merge, preset: Preset, configs: list[MergerConfig], base: Path
     if args.choice.score is not None:
         from smat_fn.scripts.merge import outside
 
-        asked = outside.Asked(args.choice.score, args.choice.score_key, args.choice.grid, args.choice.widen)
+        ours = args.choice.grid, args.choice.widen, args.choice.trials
+        asked = outside.Asked(args.choice.score, args.choice.score_key, *ours)
         return outside.run(configs, order, asked, dry_run=own.dry_run, push=own.push_to_hub, public=own.public)
     return streaming.run(configs, order, dry_run=own.dry_run, push=own.push_to_hub, public=own.public)
 

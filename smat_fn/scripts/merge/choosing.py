@@ -14,12 +14,14 @@ from torch import Tensor
 from ... import checkpoint, merge, tree
 from ...config import MergerConfig, Ties, settings
 from ...evaluate import Scorer
+from ...evaluate.scoring import Cost
 from ...folders.prepare import buffers_note
 from ...merge.parts.inputs import Leaves
 from ...merge.parts.masked import Masked
+from ...progress import say
 from ...types import Params
 from .inputs import Inputs, like_base, mask_key, read_statistics
-from .searched import Over, combinations, text_of
+from .searched import Over, combinations, text_of, weights_text
 
 T = TypeVar("T")
 Known: TypeAlias = dict[tuple[MergerConfig, "Decode"], float]  # scores of this search
@@ -71,6 +73,7 @@ class Merged(NamedTuple):
     notes: tuple[str, ...] = ()  # what a user should know of the experts
     snapshot: int = 0  # its number, where one was chosen
     layers: merge.Layered | None = None  # coefficients by block, where they were chosen
+    weighted: merge.Selection[dict[str, float]] | None = None  # weights by expert, where they were chosen
     edge: str = ""  # "smallest" or "largest", where the coefficient is at the edge of those tried
     tuned: tuple[Tuned, ...] = ()  # every combination of options, where a search tries them too
 
@@ -282,6 +285,7 @@ def merge_one(
     widen: bool = False,
     calibration: float | None = None,
     sweeps: int = 0,
+    trials: int = 0,
     over: Over = MappingProxyType({}),
     report: Callable[[str], None] = lambda line: None,
 ) -> Merged:
@@ -293,7 +297,8 @@ def merge_one(
     of one decode are decoded as often as its score wants (`rerank`). With ``over``, values by option, there is such a
     search for every combination of them, in their order; the best score decides, ties go to the earlier one, and
     ``report`` is called with a line for each. With ``sweeps``, every block then gets a coefficient of its own
-    (`merge.select_coefs`). With ``calibration``, a coefficient, the sparsity is chosen first (`calibrate`).
+    (`merge.select_coefs`). With ``trials``, so many models with other weights of the experts are then tried
+    (`merge.select_weights`). With ``calibration``, a coefficient, the sparsity is chosen first (`calibrate`).
     """
     calibrated = None
     if calibration is not None:
@@ -313,6 +318,8 @@ def merge_one(
     made = Merged(None, coef, found.scores, curve, finals, tried, calibrated, edge=edge, tuned=tuned)
     if sweeps and not fixed:
         return _by_layer(made, found.best, models, scorer, [c for c, _ in curve], sweeps)
+    if trials:
+        return _by_weight(made, found.best, models, scorer, trials, seed)
     params = models.home(models(found.best))
     return made._replace(params=params, tried=tried._replace(seconds_merging=models.seconds))
 
@@ -328,19 +335,56 @@ def _by_layer(
     def score(own: Mapping[str, float]) -> float:
         facts, name = models.facts(config, blocks=dict(own)), f"{config.name} by block"
         scorer.expect(len(models.tasks))
-        once = partial(scorer.once, partial(models.by_block, config, own), model=facts, name=name)
-        found = {task: models.attempt(partial(once, task, "dev")) for task in models.tasks}
+        found = _once(models, scorer, partial(models.by_block, config, own), facts, name)
         seen[str(dict(own))] = found
         return fmean(found.values())
 
     names = dict.fromkeys(models.vector(config), torch.empty(0))  # the vector itself may leave the GPU
     layers = merge.select_coefs(names, score, coefs, start=made.coef, sweeps=sweeps)
     params = models.home(models.by_block(config, layers.coefs))
-    scores, kept, seconds, saved = (now - then for now, then in zip(scorer.cost, before, strict=True))
-    cost = Tried(len(layers.curve) + 1, int(scores), int(kept), models.seconds - merging, seconds, saved)
+    cost = _cost(len(layers.curve) + 1, scorer, before, models.seconds - merging)
     assert made.tried is not None
     dev = seen[str(layers.coefs)]
     return made._replace(params=params, dev=dev, layers=layers, tried=total(made.tried, cost))
+
+
+def _by_weight(made: Merged, config: MergerConfig, models: Models, scorer: Scorer, trials: int, seed: int) -> Merged:
+    """The model of a search with other weights of the experts; of sampled answers one decode counts."""
+    before, merging = scorer.cost, models.seconds
+    start = merge.weights_of(config, list(models.inputs.experts))
+    seen: dict[str, dict[str, float]] = {}
+    best: list[float] = []
+
+    def score(weights: Mapping[str, float]) -> float:
+        own, place = merge.with_weights(config, weights), len(best)
+        found = _once(models, scorer, partial(models, own), models.facts(own), f"{config.name}, trial {place}")
+        seen[str(weights)], value = found, fmean(found.values())
+        if best and merge.exceeds(value, max(best)):
+            say(f"{config.name}, trial {place} of {trials}: dev {value:.2f}, weights {weights_text(weights)}")
+        best.append(value)
+        return value
+
+    scorer.expect((trials + 1) * len(models.tasks))
+    weighted = merge.select_weights(start, score, trials=trials, seed=seed)
+    params = models.home(models(merge.with_weights(config, weighted.best)))
+    dev = made.dev if weighted.best == start else seen[str(weighted.best)]
+    cost = _cost(len(weighted.curve) - 1, scorer, before, models.seconds - merging)
+    assert made.tried is not None
+    return made._replace(params=params, dev=dev, weighted=weighted, tried=total(made.tried, cost))
+
+
+def _once(
+    models: Models, scorer: Scorer, build: Callable[[], Params], facts: Mapping[str, Any], name: str
+) -> dict[str, float]:
+    """The dev score of one decode by task. Args: build, facts, name: as of `Scorer.once`."""
+    once = partial(scorer.once, build, model=facts, name=name)
+    return {task: models.attempt(partial(once, task, "dev")) for task in models.tasks}
+
+
+def _cost(candidates: int, scorer: Scorer, before: Cost, merging: float) -> Tried:
+    """The cost of a choice. Args: before: of the scorer at its begin; merging: seconds."""
+    scores, kept, seconds, saved = (now - then for now, then in zip(scorer.cost, before, strict=True))
+    return Tried(candidates, int(scores), int(kept), merging, seconds, saved)
 
 
 def with_buffers(inputs: Inputs) -> tuple[dict[str, dict[str, Tensor]], str]:
@@ -470,8 +514,7 @@ def _rank(
         return [models.attempt(partial(once, task, "dev", r)) for task, r in decodes]
 
     found = rerank(candidates, score, tasks=tasks, repeats=repeats)
-    scores, kept, seconds, saved = (now - then for now, then in zip(scorer.cost, before, strict=True))
-    return found, Tried(fresh, int(scores), int(kept), models.seconds - merging, seconds, saved)
+    return found, _cost(fresh, scorer, before, models.seconds - merging)
 
 
 def _with(config: MergerConfig, **changes: Any) -> MergerConfig:

@@ -17,6 +17,7 @@ from ...evaluate.scoring import shares_note
 from ...folders import SHARD_SIZE
 from ...folders.inputs.stacks import folders_of
 from ...folders.prepare import buffers_note, skip_notes
+from ...merge.around.select import best_of
 from ...suites import Suite, has_heads
 from .. import outcome
 from ..recipes.own import written
@@ -25,7 +26,7 @@ from .card import CARD, card, licenses_of
 from .choosing import Merged, Tuned, about, fingerprints, is_open, merge_one, sparsities, total, with_buffers
 from .finished import differences, is_merged, other_order, verify
 from .inputs import Inputs, by_name, depth_problems, facts_of, load_inputs, missing_of, read_statistics
-from .searched import FLAG, Over, combined, text_of
+from .searched import FLAG, Over, combined, text_of, weights_text
 from .snapshots import choose_snapshot
 from .suite import common_suite, made_problems, of_base
 
@@ -52,6 +53,7 @@ def merge_run(
     over: Over = MappingProxyType({}),
     snapshots: Mapping[int, Sequence[Path]] = MappingProxyType({}),
     sweeps: int = 0,
+    trials: int = 0,
     lines: tuple[float, float] | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[Path, Merged]:
@@ -78,6 +80,8 @@ def merge_run(
         snapshots: with a search, folders of the same experts by number, ``experts`` the last (`find_snapshots`): the
             number is chosen on dev too, by each merger, and is in its manifest.
         sweeps: over the blocks, after a search, to choose a coefficient for each (`merge.select_coefs`); 0: none.
+        trials: models with other weights of the experts to try after a search by one merger that has weights
+            (`merge.select_weights`); 0: none.
         lines: factors of coefficients by depth, at the first and at the last block (LiNeS).
         report: called with a line for each combination of ``over``, and those of `summary`, as soon as they are known.
     Returns: merged models by folder.
@@ -120,6 +124,7 @@ class Request(NamedTuple):
     over: Over
     snapshots: Mapping[int, Sequence[Path]]
     sweeps: int
+    trials: int
     lines: tuple[float, float] | None
 
     def of(self, config: MergerConfig) -> dict[str, Any]:
@@ -130,6 +135,7 @@ class Request(NamedTuple):
         tried = self.coefs or (config.grid if self.search and config.grid != merge.COEFS else ())
         own |= {"coefs": sorted(tried)} if tried else {}
         own |= {"sweeps": self.sweeps} if self.sweeps else {}
+        own |= {"trials": self.trials} if self.trials else {}
         own |= {"snapshots": _prints(self.snapshots)} if self.snapshots else {}
         own |= {"search": self.search, "suite": dict(self.options), **({"widen": True} if self.widen else {})}
         return own | ({} if self.lines is None else {"lines": list(self.lines)})
@@ -192,7 +198,8 @@ def _merged(
     """The model of one merger, in its folder. Args: note: on all experts; facts: of its manifest; report: a line."""
     merge_at = partial(
         merge_one, config, seed=asked.seed, coefs=asked.coefs, widen=asked.widen,
-        calibration=asked.calibration.get(config.name), sweeps=asked.sweeps, over=asked.over, report=report,
+        calibration=asked.calibration.get(config.name), sweeps=asked.sweeps, trials=asked.trials, over=asked.over,
+        report=report,
     )  # fmt: skip
     if asked.snapshots:
         assert scorer is not None
@@ -257,11 +264,13 @@ def summary(merged: Mapping[Path, Merged]) -> Iterable[str]:
         coef = "" if model.coef is None or "coef" in model.options else f", coef {model.coef:g}"
         coef += f" ({model.edge} of those tried: --widen or --grid tries more)" if model.edge else ""
         coef += ", then by block" if model.layers else ""
+        coef += f", weights {weights_text(model.weighted.best)}" if model.weighted else ""
         coef += f", snapshot {model.snapshot}" if model.snapshot else ""
         score = f", dev {fmean(model.dev.values()):.2f}" if model.dev else ""
         yield f"{'kept' if model.kept else 'merged'}: {folder}{chosen}{coef}{score}"
         facts = {"folder": folder, "coef": model.coef, "dev": dict(model.dev), "kept": model.kept}
-        outcome.add("merged", facts | ({"options": model.options} if model.tuned else {}))
+        facts |= {"options": model.options} if model.tuned else {}
+        outcome.add("merged", facts | ({"weights": model.weighted.best} if model.weighted else {}))
         yield from (f"note: {note}" for note in model.notes)
 
 
@@ -342,13 +351,15 @@ def _finished(out: Path, facts: Mapping[str, Mapping[str, Any]], problems: list[
             at = manifest.get("snapshot", {}).get("index", 0)
             blocks = tuple((block, tried, score) for block, tried, score in manifest.get("dev_blocks", ()))
             layers = merge.Layered({}, fmean(dev.values()), blocks) if blocks else None  # the folder has the coefs
+            tried = [(dict(own), score) for own, score in manifest.get("dev_weights", ())]
+            weighted = merge.Selection(*best_of(tried), tuple(tried)) if tried else None
             tuned = tuple(
                 Tuned(own["options"], own["coef"], own["dev"], tuple((x, y) for x, y in own["curve"]))
                 for own in manifest.get("dev_options", ())
             )
             kept[folder] = Merged(
                 params, coef, dev, curve, finals, kept=True, notes=notes, edge=edge, snapshot=at, layers=layers,
-                tuned=tuned,
+                weighted=weighted, tuned=tuned,
             )  # fmt: skip
         else:
             problems += [f"{folder} holds another merge: {other}" for other in others[:1]]
@@ -395,6 +406,8 @@ def _write(
     """
     tree.check_finite(tree.flatten(merged.params), f"the model merged by {config.name}")
     config = replace(merged.calibration.config if merged.calibration else config, **merged.options)
+    if merged.weighted is not None:
+        config = merge.with_weights(config, merged.weighted.best)
     facts = {
         **facts,
         "hyperparameters": {
@@ -407,6 +420,7 @@ def _write(
         "dev_curve": [list(point) for point in merged.curve],
         **({"dev_finals": [list(point) for point in merged.finals]} if merged.finals else {}),
         **({"dev_blocks": [list(point) for point in merged.layers.curve]} if merged.layers else {}),
+        **({"dev_weights": [list(point) for point in merged.weighted.curve]} if merged.weighted else {}),
         **({"dev_edge": merged.edge} if merged.edge else {}),
         **_tuned(merged),
         **({"notes": list(merged.notes)} if merged.notes else {}),

@@ -18,15 +18,17 @@ from typing import Any, NamedTuple
 import torch
 
 from ... import checkpoint, errors, merge
-from ...config import MergerConfig
+from ...config import MergerConfig, settings
 from ...errors import problems_of
 from ...folders import Candidate, Searched, search_folders
 from ...folders.files import Hashing
+from ...merge.around.select import best_of
 from ...progress import say
 from .. import outcome
 from ..signals import leaving_on_signals
 from .choosing import is_open
 from .finished import is_merged
+from .searched import weights_text
 from .streaming import Order, kept_of, options_of, plan_run, plan_text, pushed, stream_run, summary
 
 MODEL, FILES = "{model}", "{out}"  # in a command: the folder of a candidate, and one for the program's own files
@@ -44,13 +46,15 @@ class Asked(NamedTuple):
     keys: Sequence[str] = ()  # of numbers in a JSON file, names with slashes between; none: the last line is the score
     coefs: Sequence[float] = ()
     widen: bool = False
+    trials: int = 0
 
     def facts(self, config: MergerConfig) -> dict[str, Any]:
         """The request for one merger, as its manifest has it; of folders of this machine it has names and a hash."""
         own = {"score": _PLACE.sub(r"\1", self.command), "score_keys": list(self.keys)}
         own |= {"score_sha256": hashlib.sha256(self.name.encode()).hexdigest()}
         tried = {"coefs": sorted(self.coefs or config.grid), **({"widen": True} if self.widen else {})}
-        return {"asked": {**own, **(tried if is_open(config) else {})}}
+        begun = {"trials": self.trials, "weights": settings(config)["weights"]} if self.trials else {}
+        return {"asked": {**own, **(tried if is_open(config) else {}), **begun}}
 
     @property
     def name(self) -> str:
@@ -69,14 +73,15 @@ def run(
     torch.set_num_threads(1)  # of each worker
     problems = list(problems_in(asked))
     order = order._replace(searched={config.name: asked.facts(config) for config in configs})
-    first = [_at(config, _first(config, asked, order.out / config.name)) for config in configs]
+    first = [_first(config, asked, order.out / config.name) for config in configs]
     if dry_run:
         plans = errors.all_at_once(problems, lambda: plan_run(first, order))
         for (folder, plan), config in zip(plans.items(), configs, strict=True):
             yield plan_text(folder, plan)
-            if plan is not None and is_open(config):
-                count = len(asked.coefs or config.grid)
-                yield f"  search: {count} models, one after another: each is merged, scored by --score and removed"
+            if plan is not None and (is_open(config) or asked.trials):
+                count = f"{len(asked.coefs or config.grid) if is_open(config) else 1} models"
+                count += f", then {asked.trials} with other weights" if asked.trials else ""
+                yield f"  search: {count}, one after another: each is merged, scored by --score and removed"
         return
     with_push = pushed(push, public=public, count=len(configs))
     with Hashing(order.options.get("workers", 1)) as hashing, leaving_on_signals():
@@ -91,17 +96,17 @@ def run(
                 yield from with_push(folder)
 
 
-def _first(config: MergerConfig, asked: Asked, folder: Path) -> float | None:
-    """A coefficient to check a merger with: that of the finished folder, or the first one that is tried."""
-    if not is_open(config):
-        return None
+def _first(config: MergerConfig, asked: Asked, folder: Path) -> MergerConfig:
+    """A merger to check the merge with: that of the finished folder, or the first one that is tried."""
     made = checkpoint.load_manifest(folder).get("hyperparameters") if is_merged(folder) else None
-    coef = made.get("coef") if isinstance(made, dict) else None
-    return coef if isinstance(coef, float) and math.isfinite(coef) else min(asked.coefs or config.grid)
-
-
-def _at(config: MergerConfig, coef: float | None) -> MergerConfig:
-    return config if coef is None else replace(config, coef=coef)  # type: ignore[call-arg]
+    made, changes = made if isinstance(made, dict) else {}, dict[str, Any]()
+    if is_open(config):
+        coef = made.get("coef")
+        known = isinstance(coef, float) and math.isfinite(coef)
+        changes["coef"] = coef if known else min(asked.coefs or config.grid)
+    if asked.trials and isinstance(weights := made.get("weights"), (dict, list)):
+        changes["weights"] = tuple(weights) if isinstance(weights, list) else weights
+    return replace(config, **changes)
 
 
 def _search(config: MergerConfig, order: Order, asked: Asked, hashing: Hashing) -> Searched:
@@ -116,6 +121,8 @@ def _search(config: MergerConfig, order: Order, asked: Asked, hashing: Hashing) 
         score=Program(asked, order.out / LOGS),
         coefs=asked.coefs if is_open(config) else (),
         widen=asked.widen,
+        trials=asked.trials,
+        seed=order.seed,
         name=asked.name,
         hashing=hashing,
         report=report,
@@ -127,14 +134,20 @@ def _facts(found: Searched) -> dict[str, Any]:
     """The facts of a search for a manifest, beside what was asked."""
     named = {} if list(found.scores) == [""] else {"scores": found.scores}
     edge = {"score_edge": found.edge} if found.edge else {}
-    return {"score": found.score, **named, "score_curve": [list(point) for point in found.curve], **edge}
+    weights = {"score_weights": [list(point) for point in found.weights]} if found.weights else {}
+    return {"score": found.score, **named, "score_curve": [list(point) for point in found.curve], **edge, **weights}
 
 
 def _said(folder: Path, found: Searched) -> Iterator[str]:
     coef = getattr(found.config, "coef", None)
     edge = f", at the {found.edge} coefficient of those tried: --widen or --grid tries more" if found.edge else ""
     yield f"score: {folder}, {found.score:.6g}{edge}"
-    outcome.add("searched", {"folder": folder, "coef": coef, "score": found.score, "curve": found.curve})
+    facts: dict[str, Any] = {"folder": folder, "coef": coef, "score": found.score, "curve": found.curve}
+    if found.weights:
+        facts["weights"], _ = best_of(found.weights)
+        text, trials = weights_text(facts["weights"]), len(found.weights) - 1
+        yield f"weights: {text}, of {trials} trials; the first ones score {found.weights[0][1]:.6g}"
+    outcome.add("searched", facts)
     values = sorted(score for _, score in found.curve)
     if len(values) > 1 and not merge.exceeds(values[-1], values[0]):
         yield (

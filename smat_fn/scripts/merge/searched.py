@@ -118,6 +118,11 @@ def combined(config: MergerConfig, over: Over) -> list[MergerConfig]:
     return [replace(config, **own) for own in combinations(over)]
 
 
+def weights_text(weights: Mapping[str, float]) -> str:
+    """Weights by expert as --weights takes them, such as "A 0.5 C -1"."""
+    return " ".join(f"{name} {weight:g}" for name, weight in weights.items())
+
+
 def text_of(options: Mapping[str, Any]) -> str:
     """Names and values of a combination, such as "ratio 0.2, least 1"."""
     return ", ".join(f"{name} {value}" for name, value in options.items())
