@@ -16,7 +16,7 @@ MODULES = sorted(
     ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in PACKAGE.rglob("*.py")
 )
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-HEAVY = {"triton", "numba", "transformers", "datasets", "jax", "torch._dynamo", "torch._inductor"}
+HEAVY = {"triton", "numba", "transformers", "datasets", "cma", "jax", "torch._dynamo", "torch._inductor"}
 
 # room -> names of the contract
 PUBLIC = {

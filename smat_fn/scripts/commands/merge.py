@@ -246,20 +246,11 @@ def main(args: Merge) -> None:
     _check_inputs(args)
     _check_score(args)
     _check_over(args)
-    _check_trials(args)
     import torch
 
-    from smat_fn.merge import CALIBRATION_COEFS, check_trials, weights_of
+    from smat_fn.merge import CALIBRATION_COEFS
     from smat_fn.merge.parts.masked import of_all_tasks
-    from smat_fn.scripts.merge.inputs import (
-        all_inputs,
-        by_name,
-        manifests_of,
-        sigma_note,
-        trained_by,
-        weight_of,
-        weighted,
-    )
+    from smat_fn.scripts.merge.inputs import all_inputs, manifests_of, sigma_note, trained_by, weight_of, weighted
 
     torch.set_num_threads(args.machine.threads)
     base, experts = (
@@ -271,9 +262,7 @@ def main(args: Merge) -> None:
     preset = preset_of(args.choice.preset or trained_by(manifests))
     configs = weighted(mergers(args, preset), base, experts, weights)
     _check_grid(args.choice, configs, args.merger)
-    if args.choice.trials:
-        names = [name for name, *_ in by_name(base, experts, None)[0]]
-        check_trials(weights_of(configs[0], names), args.choice.trials, "--trials")
+    _check_trials(args, configs[0], base, experts)
     cli.with_named(args.choice.suite_options, data=args.choice.data)
     for option, value in {"--data": args.choice.data, "--suite-options": args.choice.suite_options}.items():
         if value and not (args.choice.search or args.choice.calibrate):
@@ -393,8 +382,11 @@ def _check_over(args: Merge) -> None:
     raise_problems(problems)
 
 
-def _check_trials(args: Merge) -> None:
+def _check_trials(args: Merge, config: MergerConfig, base: Path, experts: Sequence[Path]) -> None:
     """Raises: ValueError for --trials without a search, without weights to try, and beside what it cannot be with."""
+    from smat_fn.merge import check_trials, weights_of
+    from smat_fn.scripts.merge.inputs import by_name
+
     choice, merger = args.choice, args.merger
     if not choice.trials:
         return
@@ -406,8 +398,10 @@ def _check_trials(args: Merge) -> None:
     if choice.snapshots:
         problems.append("--trials is not available with --snapshots: search one, as --run RUN/snapshots/NUMBER")
     if choice.per_layer:
-        problems.append("--trials and --per-layer both go on from the best coefficient: leave one out")
+        problems.append("--trials and --per-layer both begin at the best coefficient: leave one out")
     raise_problems(problems)
+    names = [name for name, *_ in by_name(base, experts, None)[0]]
+    check_trials(weights_of(config, names), choice.trials, "--trials")
 
 
 def mergers(args: Merge, preset: Preset) -> list[MergerConfig]:

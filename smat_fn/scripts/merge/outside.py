@@ -53,7 +53,7 @@ class Asked(NamedTuple):
         own = {"score": _PLACE.sub(r"\1", self.command), "score_keys": list(self.keys)}
         own |= {"score_sha256": hashlib.sha256(self.name.encode()).hexdigest()}
         tried = {"coefs": sorted(self.coefs or config.grid), **({"widen": True} if self.widen else {})}
-        begun = {"trials": self.trials, "weights": settings(config)["weights"]} if self.trials else {}
+        begun = {"trials": self.trials, "weights": settings(config).get("weights", {})} if self.trials else {}
         return {"asked": {**own, **(tried if is_open(config) else {}), **begun}}
 
     @property

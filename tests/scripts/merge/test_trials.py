@@ -153,7 +153,7 @@ def settings_of(config):
         (TaskArithmetic(coef=0.3), {"search": False}, "--trials requires --search"),
         (command.MERGERS[0](), {}, "--trials tries weights of the experts, and wa takes none: leave it out"),
         (TIES, {"snapshots": True}, "--trials is not available with --snapshots: search one, as --run RUN/snapshots/"),
-        (TIES, {"per_layer": 1}, "--trials and --per-layer both go on from the best coefficient: leave one out"),
+        (TIES, {"per_layer": 1}, "--trials and --per-layer both begin at the best coefficient: leave one out"),
         (TIES, {"trials": 7}, "--trials is 7, must be an integer of at least 8: a generation of 4 weights"),
         (TIES, {"trials": -8}, "--trials is -8, must be an integer of at least 8"),
         (Ties(weights={"rot90": 0.0, "mirror": 0.0, "negative": 0.0}), {}, "--trials: CMA-ES needs two experts at"),
