@@ -4,7 +4,8 @@
     python examples/search_weights.py runs/ft
 
 `score` is the mean of the run's tasks: return any other number of the merged parameters instead, and let any optimizer
-propose the trials. The best of many dev scores is optimistic: compare on test rows.
+propose the trials. The best of many dev scores is optimistic: compare on test rows. Weights alone are chosen by
+`merge.py ties --search --trials 60`, or in Python by `smat_fn.merge.select_weights`.
 """
 
 import json

@@ -280,6 +280,9 @@ def test_a_dry_run_counts_the_candidates_and_writes_nothing(call):
     assert out.count("all checks passed") == 5
     said = "  search: 10 models, one after another: each is merged, scored by --score and removed\n"
     assert (out.count(said), out.count("search: ")) == (4, 4), "wa has nothing to choose"
+    for words, said in ((("--grid", 0.3, 0.6), "2 models"), (("--coef", 0.3), "1 model")):
+        out, _, _ = call("ta", *words, "--trials", 6, "--dry-run", "--out", "out")
+        assert f"  search: {said}, then 6 with other weights, one after another: " in out
     assert (runs(), Path("out").exists()) == ([], False)
 
 

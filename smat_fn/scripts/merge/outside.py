@@ -79,7 +79,7 @@ def run(
         for (folder, plan), config in zip(plans.items(), configs, strict=True):
             yield plan_text(folder, plan)
             if plan is not None and (is_open(config) or asked.trials):
-                count = f"{len(asked.coefs or config.grid) if is_open(config) else 1} models"
+                count = f"{len(asked.coefs or config.grid)} models" if is_open(config) else "1 model"
                 count += f", then {asked.trials} with other weights" if asked.trials else ""
                 yield f"  search: {count}, one after another: each is merged, scored by --score and removed"
         return
