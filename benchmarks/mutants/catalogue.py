@@ -917,6 +917,11 @@ MUTANTS = [
         ("total / len(choice) if norm else total", "total / len(choice)"),
         ("labels + own > most", "labels > most"),
     ),
+    *_of(
+        "evaluate/metrics.py:balanced_accuracy",
+        ("lambda rows, _: rows > 0", "lambda rows, predicted: rows + predicted > 0"),
+    ),
+    *_of("evaluate/metrics.py:macro_f1", ("2 * right / (rows", "right / (rows")),
     *_of("evaluate/metrics.py:likelihood", ("math.fsum(sums) / math.fsum(counts)", "math.fsum(sums) / len(counts)")),
     *_of(
         "suites/trace.py:_given",

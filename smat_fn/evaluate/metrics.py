@@ -1,4 +1,4 @@
-"""Metrics on the 0 to 100 scale: accuracy of class indices, and those of TRACE's texts.
+"""Metrics on the 0 to 100 scale: those of class indices, and those of TRACE's texts.
 
 A text metric is ``metric(predictions, references, prompts) -> float``, the mean over rows; only SARI reads the prompts.
 Predictions and references are stripped first. An empty prediction has no label, no number and ROUGE 0, but a SARI: it
@@ -58,6 +58,47 @@ def accuracy(predictions: Tensor, labels: Tensor) -> float:
     if bool((predictions < 0).any()):
         return math.nan
     return 100 * int((predictions == labels.to(predictions.device)).sum()) / labels.numel()
+
+
+def balanced_accuracy(predictions: Tensor, labels: Tensor) -> float:
+    """The mean of the accuracies on the rows of each class, for classes with rows. Args, Raises: as `accuracy`."""
+    return _by_class(predictions, labels, lambda right, rows, _: right / rows, lambda rows, _: rows > 0)
+
+
+def macro_f1(predictions: Tensor, labels: Tensor) -> float:
+    """The mean over classes of ``2 |right| / (|rows| + |predicted|)``, for classes that a row or a prediction has.
+
+    Args, Raises: as `accuracy`.
+    """
+    return _by_class(
+        predictions,
+        labels,
+        lambda right, rows, predicted: 2 * right / (rows + predicted),
+        lambda rows, predicted: rows + predicted > 0,
+    )
+
+
+def _by_class(
+    predictions: Tensor,
+    labels: Tensor,
+    value: Callable[[Tensor, Tensor, Tensor], Tensor],
+    counts: Callable[[Tensor, Tensor], Tensor],
+) -> float:
+    """100 times the mean of a value over the classes that count, of the numbers of right rows, rows, predictions."""
+    if math.isnan(accuracy(predictions, labels)):
+        return math.nan
+    labels = labels.to(predictions.device)
+    right, rows, predicted = (
+        own.bincount(minlength=int(max(predictions.max(), labels.max())) + 1).double().cpu()
+        for own in (labels[predictions == labels], labels, predictions)
+    )
+    those = counts(rows, predicted)
+    return 100 * value(right[those], rows[those], predicted[those]).mean().item()
+
+
+CLASS_METRICS: Mapping[str, Callable[[Tensor, Tensor], float]] = MappingProxyType(
+    {"accuracy": accuracy, "balanced-accuracy": balanced_accuracy, "macro-f1": macro_f1}
+)
 
 
 def extract_label(text: str) -> str:

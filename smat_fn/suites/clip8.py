@@ -23,8 +23,8 @@ from ..data.batching import batch_indices
 from ..data.cache import HELD, cached, versions
 from ..data.rows import ImageRows, TextRows, load_rows, place_of, take
 from ..data.splits import with_made
-from ..errors import count_problem
-from ..evaluate.metrics import accuracy
+from ..errors import check_member, count_problem, problems_of
+from ..evaluate.metrics import CLASS_METRICS
 from ..evaluate.records import content_key
 from ..models import clip, image_classifier
 from ..models.image_classifier import ImageClassifier
@@ -80,6 +80,9 @@ class Clip8Options(SuiteOptions):
     """Parameters that are trained: attention, or patterns of names, separated by commas (default: all)."""
     linearised: bool = False
     """Train and score the model's first-order expansion around the base (tangent-space fine-tuning)."""
+    metric: str | None = None
+    """Score: accuracy, or, where classes have unequal numbers of rows, balanced-accuracy or macro-f1 (default:
+    accuracy)."""
     only: tuple[str, ...] | None = None
     """Tasks whose rows are read and checked (train.py: those of --tasks; default: all)."""
     rows: int | None = None
@@ -92,7 +95,7 @@ class Clip8Options(SuiteOptions):
     """Images scored together."""
 
     def problems(self) -> list[str]:
-        found = []
+        found = problems_of(check_member, "metric", self.metric or "accuracy", list(CLASS_METRICS))
         if self.linearised and self.gradient_checkpointing:
             found.append("linearised excludes gradient_checkpointing, which has no forward derivative: leave one out")
         for task, own in (self.templates or {}).items():
@@ -108,7 +111,8 @@ class Clip8(EncoderSuite):
 
     Batch: (pixels uint8 (B, 3, H, W), labels int64 (B,)); with ``train_layers`` states of the frozen layers (B, T, D)
     take the place of pixels, where the model allows it. Its loss is `clip.classify`, the aux the logits. Score: top-1
-    accuracy over the rows of the split. Heads, prepared images (`pixels`) and states go through the cache.
+    accuracy, or ``metric``, over the rows of the split. Heads, prepared images (`pixels`) and states go through the
+    cache.
 
     Args: seed: of the rows that heads are made of; of a CLIP nothing depends on it; options: `Clip8Options`.
     Raises: ValueError for bad options; that lists every split that is missing or malformed (of the hub's
@@ -194,7 +198,7 @@ class Clip8(EncoderSuite):
     def score(self, params: Params, task: str, split: str) -> float:
         self.check(task, split)
         predicted = self.predictions(params, task, self._parts(task, split, self.options.eval_batch))
-        return accuracy(predicted, self._labels(task, split))
+        return CLASS_METRICS[self.options.metric or "accuracy"](predicted, self._labels(task, split))
 
     @remembered
     def content(self, task: str, split: str) -> str:

@@ -20,8 +20,8 @@ from .. import errors, random
 from ..checkpoint import fingerprint
 from ..data.cache import HELD, cached, versions
 from ..data.labelled import Labelled, Task, load_task, place_of, take
-from ..errors import count_problem
-from ..evaluate.metrics import accuracy
+from ..errors import check_member, count_problem, problems_of
+from ..evaluate.metrics import CLASS_METRICS
 from ..evaluate.records import content_key
 from ..models import encoder as encoders
 from ..models.packing import Texts, texts
@@ -69,6 +69,9 @@ class ShortTextOptions(SuiteOptions):
     """Parameters that are trained: attention, or patterns of names, separated by commas (default: all)."""
     linearised: bool = False
     """Train and score the model's first-order expansion around the base (tangent-space fine-tuning)."""
+    metric: str | None = None
+    """Score: accuracy, or, where classes have unequal numbers of rows, balanced-accuracy or macro-f1 (default:
+    accuracy)."""
     per_class: int | None = None
     """Training rows per class that heads are made of (default: 16, or 3 with more than 20 classes)."""
     head_c: float = 10.0
@@ -95,7 +98,8 @@ class ShortTextOptions(SuiteOptions):
     """Show a progress bar on stderr while states are computed (default: where stderr is a terminal)."""
 
     def problems(self) -> list[str]:
-        found, tasks = [], self.tasks or ()
+        tasks = self.tasks or ()
+        found = problems_of(check_member, "metric", self.metric or "accuracy", list(CLASS_METRICS))
         if bad := [task for task in tasks if not re.fullmatch(r"\w[\w.-]*", task)]:
             found.append(f"tasks {bad} cannot name folders: use letters, digits, '.', '_' and '-'")
         if isinstance(self.data, Mapping) and (lacking := [task for task in tasks if task not in self.data]):
@@ -112,8 +116,8 @@ class ShortTextOptions(SuiteOptions):
 class ShortText(EncoderSuite):
     """The suite of an encoder and texts. The base is the trained leaves alone, on the model's device.
 
-    Batch: `Texts`; its loss is `encoder.classify`, the aux the logits. Score: top-1 accuracy over the rows of the
-    split. Heads and states of frozen layers go through the cache.
+    Batch: `Texts`; its loss is `encoder.classify`, the aux the logits. Score: top-1 accuracy, or ``metric``, over the
+    rows of the split. Heads and states of frozen layers go through the cache.
 
     Args: seed: of the rows that heads are made of; options: `ShortTextOptions`; data may also be a mapping.
     Raises: ValueError for bad options; that lists every task that is missing or malformed (of the hub the
@@ -234,7 +238,9 @@ class ShortText(EncoderSuite):
 
     def score(self, params: Params, task: str, split: str) -> float:
         self.check(task, split)
-        return accuracy(self.predictions(params, task, self._scored(task, split)), self._rows(task, split)[1])
+        return CLASS_METRICS[self.options.metric or "accuracy"](
+            self.predictions(params, task, self._scored(task, split)), self._rows(task, split)[1]
+        )
 
     @remembered
     def content(self, task: str, split: str) -> str:

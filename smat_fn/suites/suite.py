@@ -27,7 +27,7 @@ class SuiteOptions:
 
     LOCAL: ClassVar[tuple[str, ...]] = ()  # those that say where and how fast it runs, which are not in its recipe
     # those that the recipe names only where they are given
-    UNSAID: ClassVar[tuple[str, ...]] = ("columns", "linearised")
+    UNSAID: ClassVar[tuple[str, ...]] = ("columns", "linearised", "metric")
     LOWEST: ClassVar[Mapping[str, int]] = MappingProxyType({})  # the least values of integers
     POSITIVE: ClassVar[tuple[str, ...]] = ()  # numbers that must be positive and finite
 

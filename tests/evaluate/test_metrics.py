@@ -8,16 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from sklearn.metrics import f1_score, recall_score
 
 from smat_fn.evaluate.metrics import (
+    CLASS_METRICS,
     TRACE_METRICS,
     accuracy,
+    balanced_accuracy,
     contains,
     exact_match,
     extract_label,
     extract_number,
     first_letter_accuracy,
     label_accuracy,
+    macro_f1,
     metric_of,
     numeric_accuracy,
     rouge_l,
@@ -33,6 +37,30 @@ needs_trace = pytest.mark.skipif(not (SHARED / "data" / "trace").is_dir(), reaso
 def golden(name):
     stored = json.loads((SHARED / "golden" / "metrics.json").read_text(encoding="utf-8"))
     return next(cases for key, cases in stored.items() if key.startswith(name))
+
+
+@pytest.mark.parametrize("classes", [2, 7])
+def test_metrics_of_unequal_classes_are_those_of_scikit_learn(classes):
+    draw = torch.Generator().manual_seed(classes)
+    labels = torch.multinomial(torch.arange(1.0, classes + 1), 60, replacement=True, generator=draw)
+    predictions = torch.where(torch.rand(60, generator=draw) < 0.6, labels, labels.roll(1))
+    y, x = labels.tolist(), predictions.tolist()
+    assert macro_f1(predictions, labels) == pytest.approx(100 * f1_score(y, x, average="macro"), abs=1e-12)
+    recall = recall_score(y, x, average="macro", labels=sorted(set(y)))
+    assert balanced_accuracy(predictions, labels) == pytest.approx(100 * recall, abs=1e-12)
+
+
+def test_metrics_of_classes_by_hand():
+    """One of four rows is of class 1, and nobody is of class 2, which is predicted once."""
+    labels, predictions = torch.tensor([0, 0, 0, 1]), torch.tensor([0, 0, 2, 0])
+    assert accuracy(predictions, labels) == 50
+    assert balanced_accuracy(predictions, labels) == pytest.approx(100 * (2 / 3 + 0) / 2)
+    assert macro_f1(predictions, labels) == pytest.approx(100 * (4 / 6 + 0 + 0) / 3)
+    for metric in CLASS_METRICS.values():
+        assert metric(labels, labels) == 100
+        assert math.isnan(metric(torch.tensor([0, -1]), torch.tensor([0, 1])))
+        with pytest.raises(ValueError, match="give one prediction per label"):
+            metric(torch.zeros(0), torch.zeros(0))
 
 
 def test_accuracy_counts_equal_entries():

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from smat_fn import checkpoint, random, tree
 from smat_fn.config import PRESETS, Finetune, TaskArithmetic, Training
 from smat_fn.data import batch_indices, pixels
+from smat_fn.evaluate.metrics import macro_f1
 from smat_fn.mat import finetune, smat
 from smat_fn.models import clip
 from smat_fn.optim import adam
@@ -167,6 +168,9 @@ def test_a_score_is_top_1_accuracy_over_the_split(suite, load, folders):
         assert score == pytest.approx(100 * right.item() / len(images))
         assert small.score(params, task, split) == score
     assert suite.score(params, "MNIST", "test") not in (0, 100)
+    predicted = suite.predictions(params, "MNIST", suite._parts("MNIST", "test", 4))
+    score = load(metric="macro-f1").score(params, "MNIST", "test")
+    assert score == macro_f1(predicted, suite._labels("MNIST", "test")) != suite.score(params, "MNIST", "test")
 
 
 def test_scoring_leaves_the_model_as_it_was(suite):
@@ -449,6 +453,8 @@ def test_class_names_that_do_not_fit_are_told_together(load, folders, tmp_path):
 
 
 def test_bad_options_are_told_together(load):
+    with pytest.raises(ValueError, match=r"metric 'mcc' is unknown.*'balanced-accuracy'"):
+        load(metric="mcc")
     with pytest.raises(ValueError, match="batch_size is 0") as error:
         load(batch_size=0, rows=2.5, gradient_checkpointing=1)
     for part in ("rows is 2.5", "gradient_checkpointing is 1"):

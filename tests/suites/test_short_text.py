@@ -18,6 +18,7 @@ from smat_fn import checkpoint, grad, random, tree
 from smat_fn.config import PRESETS, Finetune, Fisher, RegMean, TaskArithmetic, Training
 from smat_fn.data import batch_indices, labelled
 from smat_fn.errors import check_member
+from smat_fn.evaluate.metrics import accuracy, macro_f1
 from smat_fn.mat import finetune, smat
 from smat_fn.merge.adamerging import adamerging
 from smat_fn.merge.reg_mean_plus import reg_mean_plus
@@ -317,6 +318,18 @@ def test_the_recipe_rebuilds_the_suite_and_the_seed_chooses_head_rows_alone(load
     assert not torch.equal(*(s.loss_fn("tone")(s.base, s.batch("tone", key, 0))[1] for s in (one, other)))
 
 
+def test_a_metric_of_classes_scores_the_same_predictions_and_has_a_key_of_its_own(load, suite):
+    other = load(metric="macro-f1")
+    params = {path: leaf + 0.3 * torch.randn(leaf.shape) for path, leaf in suite.base.items()}
+    predicted = suite.predictions(params, "topic", suite._scored("topic", "test"))
+    labels = suite._rows("topic", "test")[1]
+    assert suite.score(params, "topic", "test") == accuracy(predicted, labels)
+    assert other.score(params, "topic", "test") == macro_f1(predicted, labels) != accuracy(predicted, labels)
+    assert "metric" not in suite.recipe  # scores from before the option stay known
+    assert other.recipe == {**suite.recipe, "metric": "macro-f1"}
+    assert load_suite(**other.recipe).score(params, "topic", "dev") == other.score(params, "topic", "dev")
+
+
 def test_few_rows_are_the_first_of_each_split_with_the_same_heads(load, suite):
     few, key = load(rows=5), random.key(0)
     assert few.epoch_steps("tone") == 2
@@ -483,6 +496,8 @@ def _few(folder):
 
 
 def test_bad_options_are_told_together(load, folders):
+    with pytest.raises(ValueError, match=r"metric 'mcc' is unknown.*'balanced-accuracy'"):
+        load(metric="mcc")
     with pytest.raises(ValueError, match="batch_size is 0") as error:
         load(batch_size=0, rows=2.5, train_layers=0, head_c=0, normalize=1, max_length=2, tasks=["tone", "a/b"])
     for part in ("rows is 2.5", "train_layers is 0", "head_c is 0", "normalize is 1", "max_length is 2", "['a/b']"):
