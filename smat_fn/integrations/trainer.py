@@ -94,11 +94,11 @@ class Attached:
     def detach(self) -> None:
         """Restores plain training, even if the trainer's methods have been wrapped since.
 
-        Raises: ValueError between the micro-batches of a simulated step.
+        Raises: ValueError between the micro-batches of a simulated step, or of a clean one that climbs.
         """
         if not self._active:
             return
-        if self._now is not None:
+        if self._now is not None or (self._climbs is not None and self._step >= 0):
             raise ValueError("detach inside an optimizer step: its gradient is half summed, detach between two steps")
         trainer, own = self._trainer, vars(self._trainer)
         for name, original in self._replaced.items():

@@ -566,7 +566,10 @@ class Trace(BaseSuite):
         }
 
     def _collate(self, examples: list[text.Example]) -> Batch:
-        return self._form.collate(examples, text.pad_id(self._lm.tokenizer))
+        batch: Batch = self._form.collate(examples, text.pad_id(self._lm.tokenizer))
+        # rows are filled up to a multiple, which may be beyond the model's positions
+        width = max(self._positions, *map(_length, examples))
+        return batch if batch["input_ids"].shape[1] <= width else {name: own[:, :width] for name, own in batch.items()}
 
     @remembered  # tokenized when a task is first trained: merging and evaluation do not need it
     def _examples(self, task: str, split: str) -> list[text.Example]:

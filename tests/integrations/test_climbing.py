@@ -259,3 +259,17 @@ def test_the_momentum_is_that_of_the_optimizer_that_the_trainer_has_in_a_step(tm
     attach(trainer, key=KEY, climb="clean", **OFF)
     trainer.train()
     assert not torch.equal(points[2]["model.norm.weight"], weights.seen[1]["model.norm.weight"])
+
+
+def test_detaching_between_the_micro_batches_of_a_clean_step_that_climbs_is_refused(tmp_path):
+    class Detach(transformers.TrainerCallback):
+        def on_substep_end(self, args, state, control, **options):
+            if state.global_step == 2:  # its first half is at theta + e, the second would be at theta
+                self.handle.detach()
+
+    callback = Detach()
+    trainer = own_trainer(tiny_llama(), tmp_path, callbacks=[callback], batch=2, accumulate=2, **ADAMW)
+    callback.handle = attach(trainer, key=KEY, climb="clean", rho=RHO, **STRENGTHS)
+    with pytest.raises(ValueError, match="detach inside an optimizer step: its gradient is half summed"):
+        trainer.train()
+    assert trainer.state.global_step == 2

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from smat_fn import random
 from smat_fn.config import Finetune, TaskArithmetic, Training
@@ -244,6 +245,25 @@ def test_what_cannot_be_read_is_an_error_with_a_way_out(load, folders, tmp_path,
     )
     with pytest.raises(ValueError, match=r"row.* of mine \(eval\) with answers"):
         own.score(own.base, "mine", "test")
+
+
+def test_rows_as_long_as_the_positions_are_not_filled_up_beyond_them(load, folders, tmp_path):
+    own = load(metric="choice")
+    rows = [one for split in ("dev", "test") for row in own._given("mine", split) for one in row]
+    longest = max(len(one.input_ids) for one in (*rows, *own._examples("mine", "train")))
+    assert longest % 8  # batches are filled up to a multiple of it
+    model, tokenizer = tmp_path / "model", own._lm.tokenizer
+    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    config = GPT2Config(vocab_size=len(tokenizer), n_positions=longest, n_embd=16, n_layer=1, n_head=2, **ends)
+    GPT2LMHeadModel(config).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    suite = load(model=str(model), metric="choice")
+    for step in range(suite.epoch_steps("mine")):
+        batch = suite.batch("mine", random.key(0), step)
+        assert suite.loss_fn("mine")(suite.base, batch)[0].isfinite()
+    assert suite.score(suite.base, "mine", "test") == load(model=str(model), metric="choice", decode_batch=1).score(
+        suite.base, "mine", "test"
+    )
 
 
 def test_of_a_conversation_the_last_answer_and_its_end_are_read(load, folders, tmp_path):
