@@ -243,7 +243,8 @@ class Trace(BaseSuite):
             if self._by_likelihood(task) == "choice" and (count := sum(map(_begun, rows.choices))):
                 yield (
                     f"in {count} of the {len(rows.choices)} rows of {task} ({SPLITS[split]}) a choice begins another "
-                    "one, which then has the smaller sum of log probabilities: choice_norm divides it by its length"
+                    "one, which has the smaller sum of log probabilities if its tokens begin alike: choice_norm "
+                    "divides it by its length"
                 )
         if unused := decoding.unused_settings(lm.module):
             said = ", ".join(f"{name} {value}" for name, value in unused.items())

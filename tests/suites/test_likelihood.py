@@ -220,7 +220,7 @@ def test_a_choice_that_begins_another_is_a_note(load, tmp_path):
     rows = json.loads(file.read_text())
     file.write_text(json.dumps([{**rows[0], "choices": [rows[0]["answer"], rows[0]["answer"] + "s"]}, *rows[1:]]))
     (note,) = load(data=str(tmp_path), metric="choice").notes
-    assert note.startswith("in 1 of the 5 rows of mine (dev) a choice begins another one, which then has the smaller")
+    assert note.startswith("in 1 of the 5 rows of mine (dev) a choice begins another one, which has the smaller")
     assert load(data=str(tmp_path), metric="choice_norm").notes == ()
 
 
@@ -335,3 +335,21 @@ def test_a_search_and_scores_by_likelihood_resume(load, folders, tmp_path, monke
     assert len(answers) == 4 * 4  # two experts on their own task, a merge on both
     monkeypatch.setattr("smat_fn.suites.trace.likelihood.reader", lambda *a, **k: pytest.fail("all scores are kept"))
     assert evaluation.evaluate(evaluation.find_checkpoints([tmp_path / "run"]), keep=tmp_path / "kept") == rows
+
+
+def test_scores_of_two_metrics_in_one_table_have_a_note(load, tmp_path):
+    for label, options in (("ONE", {"metric": "exact"}), ("TWO", {}), ("THREE", {"rows": 3})):
+        own = RunOptions(tmp_path / label, ("mine",), 3, label=label)
+        train_run(load(**options), Finetune(), Training(steps=1, lr=1e-2), own)
+    one, two, three = (tmp_path / label / "mine" for label in ("ONE", "TWO", "THREE"))
+    notes = list[str]()
+    evaluation.evaluate([one, two, three], report=notes.append)
+    assert "trained on different rows" in notes.pop(0)
+    begin, end = "note: scores of", f"cannot be compared with those of {one}: metric likelihood, of the first exact"
+    assert notes == [
+        f"{begin} {two} {end}; --suite-options sets one value for all",
+        f"{begin} {three} {end}, rows 3, of the first None; --suite-options sets one value for all",
+    ]
+    notes.clear()
+    evaluation.evaluate([one, two, three], report=notes.append, options={"metric": "likelihood", "rows": 3})
+    assert not any("cannot be compared" in note for note in notes)

@@ -17,6 +17,7 @@ from ... import checkpoint, errors, lora, machine, tree
 from ...checkpoint import MOVING
 from ...errors import problems_of
 from ...evaluate import Records, Result, Scorer, score_bar, score_models, write_results
+from ...evaluate.metrics import TRACE_METRICS
 from ...evaluate.records import ANSWERS, SCORES
 from ...evaluate.results import EXPERT, OTHERS, RUNS, model_of, run_of
 from ...evaluate.statistics import differences
@@ -35,6 +36,7 @@ from ..merge.whole_models import lacking_problems, own_dtype, suite_part, whole_
 SCORED = "expert", checkpoint.JOINT, "merged"
 RESULTS = "results.jsonl"
 BASE = "BASE"  # label of the base in tables
+_OF_SCORES = "metric", "rows", "max_new_tokens", "repeats"  # options of suites that say what a score is of
 OTHER = "folder"  # in what stands for the manifest of an expert of another tool
 
 
@@ -165,6 +167,7 @@ def evaluate(
         recipes.update({folder: dict(suites[recipe][0].recipe) for folder, recipe in own.items()})
     notes = [note for suite, _ in suites.values() for note in suite.notes] + more
     notes += _other_rows(manifests, {folder: suites[recipe][0] for folder, recipe in own.items()})
+    notes += _other_scores(manifests, {folder: suites[recipe][0].recipe for folder, recipe in own.items()})
     notes += _other_options(manifests, own, suites, beside) if base else []
     for line in dict.fromkeys(f"note: {note}" for note in notes):
         report(line)
@@ -296,6 +299,24 @@ def _base_problems(
         "them one by one, or leave out --base"
         for seed, found in of.items()
         if len(found) > 1
+    ]
+
+
+def _other_scores(manifests: Mapping[Path, Mapping[str, Any]], recipes: Mapping[Path, Mapping[str, Any]]) -> list[str]:
+    """Notes on checkpoints of one task whose scores are of another metric, or of other rows and decodes."""
+    first: dict[str, Path] = {}
+    others: dict[tuple[Path, str], dict[Path, None]] = {}
+    for folder, manifest in manifests.items():
+        for task in _tasks(manifest):
+            before = first.setdefault(task, folder)
+            names = [name for name in _OF_SCORES if name != "metric" or task not in TRACE_METRICS]
+            one, other = ({name: recipes[place].get(name) for name in names} for place in (before, folder))
+            if differ := unlike(one, other, task):
+                others.setdefault((before, ", ".join(differ)), {})[folder] = None
+    return [
+        f"scores of {errors.and_more(map(str, found))} cannot be compared with those of {before}: {differ}; "
+        "--suite-options sets one value for all"
+        for (before, differ), found in others.items()
     ]
 
 
