@@ -309,7 +309,8 @@ def _other_scores(manifests: Mapping[Path, Mapping[str, Any]], recipes: Mapping[
     for folder, manifest in manifests.items():
         for task in _tasks(manifest):
             before = first.setdefault(task, folder)
-            names = [name for name in _OF_SCORES if name != "metric" or task not in TRACE_METRICS]
+            fixed = recipes[folder].get("name") == "trace" and task in TRACE_METRICS  # its metric is not an option
+            names = [name for name in _OF_SCORES if name != "metric" or not fixed]
             one, other = ({name: recipes[place].get(name) for name in names} for place in (before, folder))
             if differ := unlike(one, other, task):
                 others.setdefault((before, ", ".join(differ)), {})[folder] = None
