@@ -137,7 +137,10 @@ def entries(found: Mapping[str, Any]) -> Iterator[Any]:
 def first_of(found: Mapping[str, Any]) -> str:
     """The first model, without an adapter: without base_model configuration and tokenizer are its."""
     first = next(entries(found), None)
-    return str(first.get("model")).partition("+")[0] if isinstance(first, dict) else ""
+    if not isinstance(first, dict):
+        return ""
+    pair = adapted_by(Path(str(first.get("model"))))
+    return str(first.get("model") if pair is None else pair[0])
 
 
 def _slices(found: Mapping[str, Any], method: Method, *, based: bool) -> list[Slice]:
@@ -431,7 +434,7 @@ def _asks_int8_mask(found: Mapping[str, Any], slices: Sequence[Slice]) -> bool:
 
 
 def _path(ref: str) -> Path:
-    return Path(ref.partition("+")[2] or ref)
+    return (adapted_by(Path(ref)) or [Path(ref)])[-1]
 
 
 def name_of(ref: str) -> str:

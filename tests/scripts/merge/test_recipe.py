@@ -894,6 +894,25 @@ def test_folders_may_have_an_equals_sign_in_their_names(models, tmp_path, monkey
     assert list(checkpoint.load_manifest(tmp_path / "two/ta")["experts"]) == ["lr=A", "lr=B"]
 
 
+def test_folders_may_have_a_plus_in_their_paths(models, tmp_path, monkeypatch):
+    """The first one gives the configuration."""
+    monkeypatch.chdir(tmp_path)
+    for source, name in {"A": "c+/A", "B": "c+/B"}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).symlink_to(models / source)
+    found = []
+    for place in str(models), "c+":
+        text = (
+            f"merge_method: linear\nparameters: {{weight: 1}}\nmodels: [{{model: {place}/A}}, {{model: {place}/B}}]\n"
+        )
+        Path("recipe.yml").write_text(text)
+        out = tmp_path / f"from {Path(place).name}"
+        commands.from_recipe(settings.FromRecipe(Path("recipe.yml"), out))
+        found.append((out / "weighted_average/model.safetensors").read_bytes())
+    assert found[0] == found[1]
+    assert list(checkpoint.load_manifest(out / "weighted_average")["experts"]) == ["A", "B"]
+
+
 def test_the_file_in_an_output_takes_the_inputs_that_it_names(models, tmp_path, monkeypatch):
     for source, name in {"A": "one/ck", "B": "two/ck", "C": "other"}.items():
         shutil.copytree(models / source, tmp_path / name)
