@@ -73,14 +73,17 @@ def placed(step: Step, made: Mapping[str, Path]) -> dict[str, Any]:
 
 
 def _changed(value: Any, change: Callable[[str], str], name: str = "") -> Any:
-    """A recipe with other models; MODEL+ADAPTER are two."""
+    """A recipe with other models; MODEL+ADAPTER are two, a folder with + in its path is one."""
     if isinstance(value, Mapping):
         return {key: _changed(own, change, str(key)) for key, own in value.items()}
     if isinstance(value, list):
         return [_changed(own, change) for own in value]
     if not isinstance(value, str) or name not in _MODELS or (name in _MODELS[2:] and value in _NOT_MODELS):
         return value
-    return "+".join(map(change, value.split("+")))
+    # older versions of mergekit write model:A as the source of a tokenizer
+    prefix = "model:" if name in _MODELS[2:] and value.startswith("model:") else ""
+    value = value.removeprefix(prefix)
+    return prefix + "+".join(map(change, [value] if Path(value).exists() else value.split("+")))
 
 
 def _models(recipe: Mapping[str, Any]) -> list[str]:
@@ -96,8 +99,12 @@ def _name_problems(names: Sequence[Any]) -> Iterator[str]:
     for name in dict.fromkeys(str(name) for name in names if name is not None):
         if [str(own) for own in names].count(name) > 1:
             yield f"name {name} is given to several merges: each needs its own"
-        if Path(name).name != name or name in (".", "..") or name.startswith("-") or "+" in name:
-            yield f"name is {name!r}: must be a name of a folder, without / and +"
+        bad = Path(name).name != name or name in (".", "..", "") or name.startswith("-") or "+" in name
+        if bad or not name.isprintable() or name != name.strip():
+            yield f"name is {name!r}: must be a name of a folder, without / and +, in one line"
+    for given in names:
+        if not (given is None or isinstance(given, str)):
+            yield f"name is {given!r}, not text: write name: '{given}'"
 
 
 def _problems(step: Step, names: Sequence[str], file: Path) -> Iterator[str]:
@@ -106,7 +113,8 @@ def _problems(step: Step, names: Sequence[str], file: Path) -> Iterator[str]:
         yield "merger is a field of recipe.yml, which is a file of its own: merge it alone, or write merge_method"
         return
     if foreign := foreign_file(step.fields, file):
-        yield foreign
+        mixture = "it is a mixture of experts: write this document to a file of its own and run merge.py moe FILE"
+        yield mixture if "merge.py moe" in foreign else foreign
         return
     yield from recipe_problems(step.fields)
     for part in _models(step.fields):

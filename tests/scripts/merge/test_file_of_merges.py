@@ -141,6 +141,13 @@ REFUSALS = {
     ],
     "merge 'two': merge_method 'slurp' is unknown": [ONE, TWO | {"merge_method": "slurp"}],
     "the merge without a name: merger is a field of recipe.yml": [ONE, {"merger": "ta", "base": "A"}],
+    "name is '': must be a name of a folder": [LINEAR | {"name": ""}, LINEAR],
+    "name is 'a\\nb': must be a name of a folder, without / and +, in one line": [LINEAR | {"name": "a\nb"}, ONE],
+    "name is 'a ': must be a name of a folder": [LINEAR | {"name": "a "}, ONE],
+    "name is 5, not text: write name: '5'": [LINEAR | {"name": 5}, ONE],
+    "mixture of experts: write this document to a file of its own and run merge.py moe FILE": [
+        ONE, {"base_model": "A", "experts": [{"source_model": "B"}]},
+    ],
 }  # fmt: skip
 
 
@@ -160,6 +167,25 @@ def test_a_merge_may_be_called_base(models, tmp_path, monkeypatch):
     assert (first.name, second.name, second.needs) == ("base", "two", ("base",))
     found = placed(second, {"base": tmp_path})
     assert (found["base_model"], found["tokenizer_source"]) == (str(tmp_path), "base")
+
+
+def test_a_folder_with_a_plus_in_its_path_is_one_model(models, tmp_path, monkeypatch):
+    monkeypatch.chdir(models)
+    (tmp_path / "c++").symlink_to(models)
+    there, adapter = str(tmp_path / "c++/BASE"), str(models / "ADAPTER")
+    recipe = TWO | {"base_model": there, "models": [{"model": "one"}, {"model": f"one+{adapter}"}]}
+    first, second = steps_of([ONE, recipe], tmp_path / "all.yml", [])
+    assert (first.name, second.needs) == ("one", ("one",))
+    found = placed(second, {"one": tmp_path})
+    assert found["base_model"] == there
+    assert [entry["model"] for entry in found["models"]] == [str(tmp_path), f"{tmp_path}+{adapter}"]
+
+
+def test_the_source_of_a_tokenizer_may_be_written_as_in_older_versions_of_mergekit(models, tmp_path, monkeypatch):
+    monkeypatch.chdir(models)
+    for source, found in ("model:one", f"model:{tmp_path}"), ("model:A", "model:A"):
+        steps = steps_of([ONE, TWO | {"tokenizer_source": source}], tmp_path / "all.yml", [])
+        assert placed(steps[1], {"one": tmp_path})["tokenizer_source"] == found
 
 
 def test_all_problems_of_a_file_are_one_error(models, tmp_path):
