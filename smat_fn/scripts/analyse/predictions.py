@@ -98,7 +98,8 @@ def _axis(options: Disentanglement) -> list[float]:
     count, (low, high) = options.points, options.a
     problems = [f"points is {count}, must be at least 2"] if count < 2 else []
     problems += [f"batches is {options.batches}, must be at least 1"] if options.batches < 1 else []
-    problems += [] if math.isfinite(options.coef) else [f"coef is {options.coef}, must be finite"]
-    problems += [] if 0 < high - low < math.inf else [f"a is {low:g} {high:g}, must rise between finite numbers"]
+    coef = options.coef
+    problems += [] if abs(coef) <= weights.MOST else [f"coef is {coef}, must be finite, from -1e38 to 1e38"]
+    problems += weights.range_problems("a", low, high)
     errors.raise_problems(problems)
     return weights.spaced(low, high, count)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from ...suites import Suite
     from ...types import Micro
 
+MOST = 1e38  # of a factor of an update: torch multiplies by float32
+
 
 @dataclass(frozen=True, kw_only=True)
 class Landscape(Batched):
@@ -98,14 +100,17 @@ def _axes(options: Landscape) -> dict[str, list[float]]:
     """Points of both axes. Raises: ValueError that lists too few points, and ranges that do not rise."""
     count, ranges = options.points, {"a": options.a, "b": options.b}
     problems = [f"points is {count}, must be at least 2"] if count < 2 else []
-    problems += [
-        f"{name} is {low:g} {high:g}, must rise between finite numbers"
-        for name, (low, high) in ranges.items()
-        if not 0 < high - low < math.inf
-    ]
+    problems += [text for name, ends in ranges.items() for text in range_problems(name, *ends)]
     errors.raise_problems(problems)
     expert = {"a": 1.0, "b": 0.0}
     return {name: sorted({*spaced(*ends, count), expert[name]}) for name, ends in ranges.items()}
+
+
+def range_problems(name: str, low: float, high: float) -> list[str]:
+    """Errors for the ends of an axis, along which updates are multiplied."""
+    if not 0 < high - low < math.inf:
+        return [f"{name} is {low:g} {high:g}, must rise between finite numbers"]
+    return [f"{name} is {low:g} {high:g}, must be between -1e38 and 1e38"] if max(-low, high) > MOST else []
 
 
 def spaced(low: float, high: float, count: int) -> list[float]:
