@@ -404,7 +404,10 @@ def test_eval_refuses_folders_without_checkpoints_in_one_line(refused, tmp_path)
     text = refused("eval.py", tmp_path / "a", tmp_path / "b")
     assert text.count("is not a folder: give folders of train.py or merge.py") == 2
     assert all(line.startswith("  ") for line in text.split("\n")[1:])
-    assert refused("eval.py") == "eval.py: give at least one checkpoint, or a folder that contains some"
+    said = "eval.py: give at least one checkpoint, or a folder that contains some"
+    assert refused("eval.py") == refused("eval.py", "--other-tasks", "stripes") == said
+    swallowed = f"{said} before --other-tasks, which takes {tmp_path} as a task"
+    assert refused("eval.py", "--other-tasks", tmp_path) == swallowed
 
 
 def test_files_that_cannot_be_written_end_in_one_line(refused, tmp_path):

@@ -60,7 +60,7 @@ class Eval:
 def main(args: Eval) -> None:
     """Score experts and merged models, and print the table."""
     if not args.checkpoints:
-        raise ValueError("give at least one checkpoint, or a folder that contains some")
+        raise ValueError(f"give at least one checkpoint, or a folder that contains some{_taken(args.other_tasks)}")
     import torch
 
     from smat_fn.checkpoint import write_bytes
@@ -117,6 +117,12 @@ def main(args: Eval) -> None:
     outcome.line(verdict := evaluation.verdict(table))
     outcome.add("verdict", verdict)
     raise_problems(problems)
+
+
+def _taken(tasks: tuple[str, ...] | None) -> str:
+    """The way out where --other-tasks has taken the folders behind it."""
+    folder = next((name for name in tasks or () if Path(name).is_dir()), "")
+    return f" before --other-tasks, which takes {folder} as a task" if folder else ""
 
 
 def _implied(preset: str | None) -> dict[str, Any]:

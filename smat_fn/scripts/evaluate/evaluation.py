@@ -232,8 +232,8 @@ def _beside(
         )
     elif len(several) == len(manifests):
         problems.append(
-            f"other_tasks: {errors.and_more(map(str, several))} have a model for each task of theirs and none for "
-            "other tasks: leave the option out"
+            f"other_tasks: {errors.and_more(map(str, several))}: a model for each of its tasks and none for other "
+            "tasks: leave the option out"
         )
     for task in named if every else ():
         if task not in made:

@@ -121,5 +121,5 @@ def test_a_model_for_each_task_has_none_for_others(folders, tmp_path):
     assert {row.model for row in found if row.model.startswith("other:")} == {
         "other:ta", "other:wa", "other:expert:rot90", "other:expert:mirror"
     }  # fmt: skip
-    with pytest.raises(ValueError, match=r"other_tasks: .*emr have a model for each task of theirs and none for"):
+    with pytest.raises(ValueError, match=r"other_tasks: .*emr: a model for each of its tasks and none for other"):
         evaluate(several, other_tasks=())
