@@ -407,6 +407,12 @@ def _later(result: dict[str, Any]) -> str:
     return "".join(f" Our numbers of {name} are from a later run, at commit {commit}." for name, commit in found)
 
 
+def _alone(cases: Mapping[str, Sequence[dict[str, Any]]]) -> str:
+    """A sentence on rows of float32 without mergekit."""
+    found = [row["merger"] for row in cases.get("float32", ()) if "command ratio" not in row]
+    return "Mergers of float32 with a - were run without mergekit. " if found else ""
+
+
 def merge(result: dict[str, Any]) -> str:
     """`beside_mergekit`; cost of the other cases beside that of copying."""
     cases = {case: [row for row in result["rows"] if row["case"] == case] for case in result["MB"]}
@@ -423,7 +429,8 @@ def merge(result: dict[str, Any]) -> str:
         f"The same in float32, and {result['embedding_experts']} experts of one embedding of {rows_:,} x {columns:,} "
         "in bfloat16, for which mergekit may need more memory than the machine has. CPU time is of all threads, for "
         "each weight of each expert; copying reads all inputs and writes one output as plain bytes. "
-        f"From `{result['command']}` at commit {result['commit'][:7]} on {result['hardware']}.{_later(result)}\n"
+        f"{_alone(cases)}From `{result['command']}` at commit {result['commit'][:7]} on {result['hardware']}."
+        f"{_later(result)}\n"
     )
 
 
