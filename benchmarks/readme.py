@@ -410,7 +410,7 @@ def _later(result: dict[str, Any]) -> str:
 def _alone(cases: Mapping[str, Sequence[dict[str, Any]]]) -> str:
     """A sentence on rows of float32 without mergekit."""
     found = [row["merger"] for row in cases.get("float32", ()) if "command ratio" not in row]
-    return "Mergers of float32 with a - were run without mergekit. " if found else ""
+    return "The rows were measured in parts, by --cases and --mergers; those of float32 with a - without mergekit. " if found else ""
 
 
 def merge(result: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from .select import Selection, best_of, choose, exceeds
 
 STEP = 0.3  # standard deviation of the first log factors: most lie between 0.5 and 2
 _FAR = math.log(100.0)  # a log factor is at most this large in size
-_DIGITS = 4  # of a weight: models that are equal to this precision are not told apart
+_DIGITS = 4  # of a weight: equal weights to this precision are the same model
 
 
 def weights_of(config: Merger, names: Sequence[str]) -> dict[str, float]:
