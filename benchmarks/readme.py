@@ -410,7 +410,8 @@ def _later(result: dict[str, Any]) -> str:
 def _alone(cases: Mapping[str, Sequence[dict[str, Any]]]) -> str:
     """A sentence on rows of float32 without mergekit."""
     found = [row["merger"] for row in cases.get("float32", ()) if "command ratio" not in row]
-    return "The rows were measured in parts, by --cases and --mergers; those of float32 with a - without mergekit. " if found else ""
+    text = "The rows were measured in parts, by --cases and --mergers; those of float32 with a - without mergekit. "
+    return text if found else ""
 
 
 def merge(result: dict[str, Any]) -> str:
