@@ -24,6 +24,7 @@ from .settings import (
 
 if TYPE_CHECKING:
     from ...folders import Extracted, Part
+    from ...folders.files import Hashing
     from ..recipes.own import Recipe
     from .streaming import Order
 
@@ -170,6 +171,7 @@ def _several(args: FromRecipe, documents: Sequence[Mapping[str, Any]]) -> None:
     Raises: ValueError for what takes one merge, and all problems of the file that do not depend on an earlier merge.
     """
     from ... import errors
+    from ...folders.files import Hashing
     from ..recipes.load import recipe_of
     from ..recipes.several import placed, steps_of
     from . import streaming
@@ -181,33 +183,37 @@ def _several(args: FromRecipe, documents: Sequence[Mapping[str, Any]]) -> None:
         if value is not None
     ]
     steps = errors.all_at_once(problems, lambda: steps_of(documents, args.file, notes))
-    for step in steps:  # those of models that are there, before the first merge
-        if not (step.needs or args.dry_run):
-            with errors.collected(problems, of=step.label):
-                found = recipe_of(placed(step, {}), args.file, into=args.into, partial=args.partial)
-                streaming.plan_run([found.config], _order(args, found, step.folder(args.out)))
-    errors.raise_problems(problems)
-    for note in notes:
-        outcome.line(f"note: {note}")
-    for step in steps:
-        if args.dry_run and (waits := [name for name in step.needs if name not in made]):
-            outcome.line(f"{step.label}: checked once {' and '.join(waits)} is merged")
-            continue
-        with errors.collected(problems, of=step.label):
-            found = recipe_of(placed(step, made), args.file, into=args.into, partial=args.partial)
-            _merge(args, found, step.folder(args.out))
-            folder = step.folder(args.out) / found.config.name
-            made |= {step.name: folder} if folder.is_dir() else {}
+    with Hashing(args.threads) as hashing:
+        for step in steps:  # those of models that are there, before the first merge
+            if not (step.needs or args.dry_run):
+                with errors.collected(problems, of=step.label):
+                    found = recipe_of(placed(step, {}), args.file, into=args.into, partial=args.partial)
+                    streaming.plan_run([found.config], _order(args, found, step.folder(args.out)), hashing)
         errors.raise_problems(problems)
+        for note in notes:
+            outcome.line(f"note: {note}")
+        for step in steps:
+            if args.dry_run and (waits := [name for name in step.needs if name not in made]):
+                outcome.line(f"{step.label}: checked once {' and '.join(waits)} is merged")
+                continue
+            with errors.collected(problems, of=step.label):
+                found = recipe_of(placed(step, made), args.file, into=args.into, partial=args.partial)
+                _merge(args, found, step.folder(args.out), hashing=hashing)
+                folder = step.folder(args.out) / found.config.name
+                made |= {step.name: folder} if folder.is_dir() else {}
+            errors.raise_problems(problems)
 
 
-def _merge(args: FromRecipe, found: "Recipe", out: Path, part: "Part | None" = None) -> None:
+def _merge(
+    args: FromRecipe, found: "Recipe", out: Path, part: "Part | None" = None, hashing: "Hashing | None" = None
+) -> None:
     from . import streaming
 
     order = _order(args, found, out, part)
     for note in found.notes:
         outcome.line(f"note: {note}")
-    for line in streaming.run([found.config], order, dry_run=args.dry_run, push=args.push_to_hub, public=args.public):
+    how: Any = {"dry_run": args.dry_run, "push": args.push_to_hub, "public": args.public, "hashing": hashing}
+    for line in streaming.run([found.config], order, **how):
         outcome.line(line)
 
 

@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -125,8 +125,7 @@ def stream_run(
     Raises: ValueError that lists all problems of all mergers before any merging; later as `merge_folders`.
     """
     origins: dict[tuple[str, ...], str] = {}
-    shared = Hashing(order.options.get("workers", 1)) if hashing is None else nullcontext(hashing)
-    with shared as hashing:
+    with _shared(hashing, order) as hashing:
         kept = kept_of(configs, order, hashing)
         for config in configs:
             folder = order.out / config.name
@@ -146,9 +145,11 @@ def stream_run(
                 yield folder, merge_part(*inputs, order.part, describe=describe, facts=decided, **options)
 
 
-def plan_run(configs: Sequence[MergerConfig], order: Order) -> dict[Path, Plan | None]:
+def plan_run(
+    configs: Sequence[MergerConfig], order: Order, hashing: Hashing | None = None
+) -> dict[Path, Plan | None]:
     """Memory, disk and time of `stream_run`, None for a merge that is done; nothing is written. Raises: the same."""
-    with Hashing(order.options.get("workers", 1)) as hashing:
+    with _shared(hashing, order) as hashing:
         kept = kept_of(configs, order, hashing)
     return {
         order.out / config.name: None
@@ -160,16 +161,27 @@ def plan_run(configs: Sequence[MergerConfig], order: Order) -> dict[Path, Plan |
     }
 
 
+def _shared(hashing: Hashing | None, order: Order) -> AbstractContextManager[Hashing]:
+    """``hashing`` as it is, which whoever made it closes, or one of its own."""
+    return Hashing(order.options.get("workers", 1)) if hashing is None else nullcontext(hashing)
+
+
 def run(
-    configs: Sequence[MergerConfig], order: Order, *, dry_run: bool, push: str | None, public: bool
+    configs: Sequence[MergerConfig],
+    order: Order,
+    *,
+    dry_run: bool,
+    push: str | None,
+    public: bool,
+    hashing: Hashing | None = None,
 ) -> Iterator[str]:
     """`stream_run`, each model pushed where ``push`` names a repository, or `plan_run`; yields the printed lines."""
     torch.set_num_threads(1)  # of each worker
     if dry_run:
-        yield from (plan_text(*planned) for planned in plan_run(configs, order).items())
+        yield from (plan_text(*planned) for planned in plan_run(configs, order, hashing).items())
         return
     with_push = pushed(push, public=public, count=len(configs))
-    for config, merged in zip(configs, stream_run(configs, order), strict=True):
+    for config, merged in zip(configs, stream_run(configs, order, hashing), strict=True):
         yield from summary(config, *merged, order.coefs)
         yield from with_push(merged[0])
 

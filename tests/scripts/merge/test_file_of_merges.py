@@ -12,6 +12,7 @@ import yaml
 from safetensors.torch import load_file
 
 from smat_fn import checkpoint
+from smat_fn.folders.files import Hashing
 from smat_fn.scripts.merge import commands, settings
 from smat_fn.scripts.recipes.several import placed, steps_of
 
@@ -104,6 +105,19 @@ def test_a_finished_merge_is_kept_and_a_missing_one_is_made_again(models, tmp_pa
     assert "kept" in capsys.readouterr().out
     assert made[1].read_bytes() == bytes_
     assert made[0].stat().st_mtime_ns == first
+
+
+def test_each_file_is_hashed_once_also_by_a_rerun(models, tmp_path, monkeypatch):
+    """A file is checked by the plan of all merges, by its own merge, and as an input of later ones."""
+    file, out, hashed = write(tmp_path / "all.yml", [ONE, TWO, LAST], models), tmp_path / "out", list[Path]()
+    digest = Hashing._digest
+    monkeypatch.setattr(Hashing, "_digest", lambda self, path: (hashed.append(path.absolute()), digest(self, path))[1])
+    weights = {models / name / "model.safetensors" for name in ("A", "B", "C", "BASE")}
+    for _ in range(2):
+        hashed.clear()
+        commands.from_recipe(settings.FromRecipe(file, out))
+        assert len(hashed) == len(set(hashed))
+        assert weights <= set(hashed)
 
 
 def test_the_first_merge_is_not_made_if_another_one_cannot_be(models, tmp_path):
