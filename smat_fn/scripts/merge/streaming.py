@@ -145,9 +145,7 @@ def stream_run(
                 yield folder, merge_part(*inputs, order.part, describe=describe, facts=decided, **options)
 
 
-def plan_run(
-    configs: Sequence[MergerConfig], order: Order, hashing: Hashing | None = None
-) -> dict[Path, Plan | None]:
+def plan_run(configs: Sequence[MergerConfig], order: Order, hashing: Hashing | None = None) -> dict[Path, Plan | None]:
     """Memory, disk and time of `stream_run`, None for a merge that is done; nothing is written. Raises: the same."""
     with _shared(hashing, order) as hashing:
         kept = kept_of(configs, order, hashing)
