@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, cast
 from weakref import WeakSet
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import tree
-from ..errors import count_problem, raise_problems, some_of
+from ..errors import count_problem, flag_problems, raise_problems, some_of
 from ..grad import trained
 from ..simulation import Draw, reweight, simulate
 from ..simulation.state import unknown_factors
@@ -18,6 +19,7 @@ from ..where import block_linear, mask_problems, masked_text, never
 from . import asam, ascent
 from .ascent import Ascent, Climb
 from .offload.storage import BaseBuffer
+from .step import check_not_negative
 
 _OPEN = WeakSet[nn.Module]()  # modules whose parameters hold theta~, by `SimulatedWeights.of`
 _ELSEWHERE = "grad_sample", "main_grad"  # gradients that Opacus and Megatron read instead of ``grad``
@@ -83,6 +85,7 @@ class SimulatedWeights:
         # the first step's draw, and the number of passes after it: see `_compared`
         self._first, self._later = cast(object, None), 0
         self._looked = 0  # reweightings
+        self._climbed = dict[str, tuple[Tensor, int]]()  # gradients of the last block of `climbed`, and their versions
         self._unread = dict[str, Tensor](), dict[str, Tensor]()  # norms before and after the last pass, on a device
 
     @classmethod
@@ -161,12 +164,7 @@ class SimulatedWeights:
             names than the parameters', and for weights that were written to inside the block; of a device, writes that
             only a norm shows when the next block begins; with a climb, for a momentum that cannot be read.
         """
-        module = None if self._module is None else trained.bare(self._module)
-        if self._kept or module in _OPEN:
-            raise ValueError(
-                "at() inside another at() of these weights, or a block before was not left (an exception, or a hook "
-                "that did not run): leave it first"
-            )
+        self._check_closed()
         if drawn is None and self._climbs is None:
             yield
             return
@@ -176,17 +174,16 @@ class SimulatedWeights:
         first = drawn is not self._passed
         if self._module is not None:
             self._check_module(first)
-        slopes = self._slopes(drawn)
+        climb = self._climb(drawn)
         if drawn is None:  # gradients of micro-batches before are added to, and nothing is reweighted
-            with nullcontext() if slopes is None else self._held(None, slopes):
+            with nullcontext() if climb is None else self._held(None, climb):
                 yield
             return
         begun = {path: (p.grad, _version(p.grad)) for path, p in self._parameters.items() if p.grad is not None}
         # gradients are seldom there, so that the host seldom waits
         looked = begun if self._module is not None and first else {}
         others = {path for path, (grad, _) in looked.items() if bool(grad.any())}
-        norms = [] if module is None else trained.norms_of(module)
-        with self._held(drawn, slopes), trained.still(norms):
+        with self._held(drawn, climb), trained.still(self._batch_norms()):
             yield
         ended = {path: p.grad for path, p in self._parameters.items() if p.grad is not None}
         same = [path for path, (grad, _) in begun.items() if ended.get(path) is grad]
@@ -202,6 +199,65 @@ class SimulatedWeights:
         written = any(_version(ended[path]) != begun[path][1] for path in same)
         self._differentiated |= len(same) < len(ended) or written
 
+    @contextmanager
+    def climbed(self, *, rho: float = 0.25, adaptive: bool = True) -> Iterator[None]:
+        """Replace the parameters by theta + e inside the block, for the second pass of ASAM.
+
+        ``e = rho theta^2 (.) g / (|| |theta| (.) g || + 1e-12)``, g the gradient of the first pass, of all
+        micro-batches, in ``p.grad``. It is dropped: the block runs the second pass, of all micro-batches, and the
+        optimizer takes the gradient at theta + e alone. Of a module, batch norms keep their running statistics.
+
+        Args:
+            rho: radius, >= 0.
+            adaptive: False is SAM, |theta| replaced by 1.
+
+        Raises: ValueError for a bad rho, shards, no gradient before the block or after it, a second block in a step, a
+            gradient of a draw that was not reweighted, other parameters than at the start, and writes to weights.
+
+        Source: `smat_fn.mat.asam`.
+        """
+        self._check_closed()
+        if not self._switch or self._starts is not None:
+            raise ValueError(
+                "climbed() needs switch=True and starts=None: the climb's norm is that of whole parameters"
+            )
+        raise_problems(check_not_negative(rho=rho) + flag_problems(adaptive=adaptive), "climbed")
+        if self._module is not None:
+            self._check_module(first=True)
+        grads = {path: p.grad for path, p in self._parameters.items() if p.grad is not None}
+        if not grads:
+            raise ValueError("climbed() climbs along the gradient, and no parameter has one: call backward() before")
+        if any(
+            grads.get(path) is grad and _version(grad) == version for path, (grad, version) in self._climbed.items()
+        ):
+            raise ValueError(
+                "gradients are those of the climbed() block before: a step has one block, which holds the second pass "
+                "of all micro-batches; clear gradients (zero_grad) before the first pass of the next step"
+            )
+        slopes = {path: grads[path] if path in grads else torch.zeros_like(p) for path, p in self._parameters.items()}
+        for p in self._parameters.values():
+            p.grad = None
+        self._drawn = None
+        with self._held(None, partial(asam.climb, grads=slopes, rho=rho, adaptive=adaptive)):
+            del grads, slopes
+            with trained.still(self._batch_norms()):
+                yield
+        ended = {path: p.grad for path, p in self._parameters.items() if p.grad is not None}
+        if not ended:
+            raise ValueError("no backward pass ran in the block of climbed(): call backward() inside")
+        self._climbed = {path: (grad, _version(grad)) for path, grad in ended.items()}
+
+    def _check_closed(self) -> None:
+        if self._kept or (self._module is not None and trained.bare(self._module) in _OPEN):
+            raise ValueError(
+                "a block inside another block of these weights, or a block before was not left (an exception, or a "
+                "hook that did not run): leave it first"
+            )
+
+    def _batch_norms(self) -> list[tuple[str, nn.Module]]:
+        """The module's batch norms with running statistics."""
+        return [] if self._module is None else trained.norms_of(trained.bare(self._module))
+
     def _check_module(self, first: bool) -> None:
         """Raises: ValueError for other parameters than at the start; first: for a gradient that is not reweighted."""
         assert self._module is not None
@@ -215,11 +271,12 @@ class SimulatedWeights:
                 "first of them)"
             )
 
-    def _slopes(self, drawn: Draw | None) -> dict[str, Tensor] | None:
-        """The momentum along which the block climbs; None: it does not climb, as before the first update."""
+    def _climb(self, drawn: Draw | None) -> Callable[..., Params] | None:
+        """The climb of a block, along the momentum; None: it does not climb, as before the first update."""
         if self._climbs is None or (drawn is not None and self._climbs.climb == "clean"):
             return None
-        return ascent.momentum_in(self._climbs.optimizer(), self._parameters)
+        slopes = ascent.momentum_in(self._climbs.optimizer(), self._parameters)
+        return None if slopes is None else partial(asam.climb, grads=slopes, rho=self._climbs.rho)
 
     def _draw_problems(self, drawn: Draw) -> list[str]:
         problems, picks = unknown_factors(drawn.factors, self._parameters, "factors of alpha name"), self._where
@@ -235,7 +292,7 @@ class SimulatedWeights:
         return problems
 
     @contextmanager
-    def _held(self, drawn: Draw | None, slopes: Mapping[str, Tensor] | None) -> Iterator[None]:
+    def _held(self, drawn: Draw | None, climb: Callable[..., Params] | None) -> Iterator[None]:
         point = _CLIMBED if drawn is None else drawn
         turn = object() if drawn is None else drawn  # clean blocks have no draw that would tell steps apart
         unread, self._unread = self._unread, ({}, {})
@@ -256,8 +313,9 @@ class SimulatedWeights:
                     self._buffer = {path: _laid_out(base[path], weight) for path, weight in weights.items()}
                 elif self._switch:  # a module's dtype, device or memory format may have changed
                     self._buffer = {path: _fitting(self._buffer[path], weight) for path, weight in weights.items()}
-                self._write(kept, base, drawn, slopes, self._buffer if self._switch else weights)
+                self._write(kept, base, drawn, climb, self._buffer if self._switch else weights)
                 self._drawn = point
+            climb = None  # holds gradients, which would be in memory beside those of the block
             if self._switch:
                 for path, p in self._parameters.items():
                     p.data = self._buffer[path]
@@ -297,13 +355,13 @@ class SimulatedWeights:
         theta: Mapping[str, Tensor],
         base: Mapping[str, Tensor],
         drawn: Draw | None,
-        slopes: Mapping[str, Tensor] | None,
+        climb: Callable[..., Params] | None,
         out: Mapping[str, Tensor],
     ) -> None:
         """theta~, theta + e, or theta~ of theta + e. Args: out: may be base where it is in host memory."""
-        if slopes is not None and self._climbs is not None:
+        if climb is not None:
             over = drawn is not None and self._host is not None  # theta_0, which simulate reads
-            theta = asam.climb(theta, slopes, rho=self._climbs.rho, out=None if over else out)
+            theta = climb(theta, out=None if over else out)
         if drawn is not None:
             simulate(theta, base, drawn, where=self._where, out=out, starts=self._starts)
 

@@ -160,7 +160,7 @@ def plan_run(configs: Sequence[MergerConfig], order: Order, hashing: Hashing | N
 
 
 def _shared(hashing: Hashing | None, order: Order) -> AbstractContextManager[Hashing]:
-    """``hashing`` as it is, which whoever made it closes, or one of its own."""
+    """``hashing``, which the caller closes, or a new one."""
     return Hashing(order.options.get("workers", 1)) if hashing is None else nullcontext(hashing)
 
 
