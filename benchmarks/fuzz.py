@@ -123,7 +123,7 @@ def run_case(place: Path, draw: random.Random) -> tuple[str, str]:
     words = _call(folder, draw)
     for _ in range(draw.choice((0, 1, 1, 2))):
         # what an earlier damage has left cannot always be damaged again
-        with contextlib.suppress(OSError, ValueError, SafetensorError):
+        with contextlib.suppress(OSError, TypeError, ValueError, SafetensorError):
             draw.choice(DAMAGES)(folder, draw)
     if draw.random() < 0.25:
         words += [

@@ -203,8 +203,10 @@ def _open(base: Path, expert: Path, only: Sequence[str], skip: Sequence[str], pr
 def _excluded(names: Sequence[str], only: Sequence[str], skip: Sequence[str]) -> frozenset[str]:
     """Names that no glob of ``only`` matches, or one of ``skip`` does.
 
-    Raises: ValueError that lists globs without a match; if no name is left.
+    Raises: ValueError that lists globs without a match; if there is no name, or none is left.
     """
+    if not names:
+        raise ValueError("base has no floating-point parameters: there is nothing to extract")
     problems = [
         f"`{option}={glob!r}` matches no parameter of base: give a glob over names such as {names[0]}"
         for option, globs in (("only", only), ("skip", skip))
