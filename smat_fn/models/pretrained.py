@@ -208,7 +208,7 @@ def config_of(source: str | Path) -> Any:
     name, revision = _pinned(source)
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=False, **revision)
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError, AttributeError):  # the last two of a file that is no mapping
         return None
 
 
@@ -219,7 +219,7 @@ def facts_of(source: str | Path, subfolder: str) -> dict[str, Any]:
     name, revision = _pinned(source)
     try:
         return dict(PretrainedConfig.get_config_dict(name, subfolder=subfolder, **revision)[0])
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError, AttributeError):
         return {}
 
 

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks import families
 from smat_fn.folders import open_folder, place_of
 from smat_fn.folders.inputs.naming import namings
+from smat_fn.models import pretrained
 from smat_fn.scripts.merge.exporting import export_problems
 
 
@@ -76,3 +77,12 @@ def test_without_a_config_names_are_as_they_are_stored(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "of nobody"}))
     assert list(namings(base)) == []
     assert place_of(base, base).prefix == ""
+
+
+@pytest.mark.parametrize("text", ["3", "[]", "null", "{", '"x"'])
+def test_a_configuration_that_is_no_mapping_names_nothing(text, folders, tmp_path):
+    base = folders.save(tmp_path / "base", {"w": torch.ones(2)})
+    (base / "config.json").write_text(text)
+    assert list(namings(open_folder("base", base))) == []
+    assert pretrained.config_of(base) is None
+    assert pretrained.facts_of(tmp_path, "base") == {}

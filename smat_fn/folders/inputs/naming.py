@@ -97,7 +97,7 @@ def _models(root: Path) -> Iterator[Any]:
     with _quiet():
         try:
             config = transformers.AutoConfig.from_pretrained(root, trust_remote_code=False)
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # the last two of a file that is no mapping
             return
     for name in (*(getattr(config, "architectures", None) or ()), *_AUTO):
         if (model := _built(getattr(transformers, name, None), config)) is not None:
