@@ -922,6 +922,17 @@ MUTANTS = [
         "evaluate/likelihood.py",
         ("total / len(choice) if norm else total", "total / len(choice)"),
         ("labels + own > most", "labels > most"),
+        ("{math.fsum(sums)} {sum(counts)}", "{sums[0]} {counts[0]}"),
+    ),
+    *_of(
+        "data/text.py:windows",
+        ("len(own) - 1, max_length - 1", "len(own) - 1, max_length"),
+        ("len(own) - 1, max_length - 1", "len(own), max_length - 1"),
+    ),
+    *_of(
+        "data/rows.py:_kind",
+        ("asked or answered or", "asked or"),
+        ("not (asked and answered)", "not asked"),
     ),
     *_of(
         "evaluate/metrics.py:balanced_accuracy",
@@ -934,6 +945,7 @@ MUTANTS = [
         ("end = pairs.target_ends(tokenizer) if self._pair else 1", "end = 1 + self._pair"),
         ("mask_prompt=True", "mask_prompt=False"),
     ),
+    *_of("suites/trace.py", ("rows.answers if rows.plain else rows.prompts", "rows.prompts")),
     *_of("models/modules.py", ('"cache", "past_key_values"', '"past_key_values", "cache"')),
     *_of("errors.py", ("type(value) is int and", "isinstance(value, int) and")),
     *_of("data/pixels.py:content", ('len(encoded).to_bytes(8, "little") + encoded', "encoded")),

@@ -159,6 +159,8 @@ def _columns(rows: list[dict[str, Any]], wanted: tuple[tuple[str, ...], ...], wh
     way = "say which it is by --suite-options columns text=NAME,label=NAME"
     if {"prompt", "answer"} <= {*known}:
         way = "these look like prompt/answer rows, for which there is --preset lm"
+    elif [*known] == ["text"]:
+        way += "; plain texts are for --preset lm"
     lacking = [" or ".join(names) for names, own in zip(wanted, found, strict=True) if own is None]
     missing = [f"there is no column {', and no column '.join(lacking)}, there are {known}: {way}"] if lacking else []
     complain(where, missing if rows else ["there are no rows"])

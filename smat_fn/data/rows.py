@@ -1,11 +1,12 @@
-"""Rows of a task: texts (prompt, answer) or images (image, label), from files or from the Hugging Face hub."""
+"""Rows of a task: texts (prompt, answer; or text) or images (image, label), from files or the Hugging Face hub."""
 
 import csv
 import io
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, NamedTuple, TypeAlias
@@ -18,7 +19,7 @@ from .images import ImageRows, Images, class_folders, image_rows, npz_rows
 
 TABLES = (".json", ".jsonl", ".csv", ".parquet")  # files of texts
 SUFFIXES = (*TABLES, ".npz")
-_COLUMNS = ("prompt", "answer", "choices", "image", "label")
+_COLUMNS = ("prompt", "answer", "choices", "text", "image", "label")
 SPELLINGS: Mapping[str, tuple[str, ...]] = {  # of a split; on the hub the first that is there
     "dev": ("dev", "validation", "valid", "val"),
     "eval": ("eval", "test"),
@@ -27,6 +28,9 @@ SPELLINGS: Mapping[str, tuple[str, ...]] = {  # of a split; on the hub the first
 _SPLITS = frozenset(("train", *(name for names in SPELLINGS.values() for name in names)))
 _ARRAYS = {"image": "images", "label": "labels"}
 _PICTURES = "image", "img", "picture", "file_name", "filename", "image_path", "filepath"  # usual columns of images
+_NEAR = "completion", "response", "output", "target", "chosen"  # usual columns of answers
+# columns beside which a text is hardly all of a row
+_OTHERS = "label", "messages", "conversations", "instruction", *_NEAR, *_PICTURES
 _MISSING = object()
 _ROLES = {  # as other formats of conversations have them: as chat templates do
     **dict.fromkeys(("human", "user"), "user"),
@@ -36,11 +40,19 @@ _ROLES = {  # as other formats of conversations have them: as chat templates do
 
 
 class TextRows(NamedTuple):
-    """Prompts and answers, one of each per row; choices of every row where they were asked for."""
+    """Prompts and answers, one of each per row; choices of every row where they were asked for.
+
+    Plain texts are answers, and their prompts are empty, as no other row's are.
+    """
 
     prompts: tuple[str, ...]
     answers: tuple[str, ...]
     choices: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def plain(self) -> bool:
+        """Whether these are plain texts."""
+        return self.prompts[:1] == ("",)
 
 
 class NoSplit(ValueError):
@@ -48,6 +60,7 @@ class NoSplit(ValueError):
 
 
 Rows: TypeAlias = TextRows | ImageRows
+_Kind: TypeAlias = Callable[[Sequence[str]], Sequence[str]]  # the columns that are taken, of those that are there
 Conversation: TypeAlias = tuple[Mapping[str, str], ...]  # of messages with role and content
 
 
@@ -56,9 +69,11 @@ def load_rows(
 ) -> Rows:
     """The rows of one split of a task.
 
-    Text rows have the columns ``prompt`` and ``answer``, image rows ``image`` (encoded) and ``label``; an ``.npz``
-    has ``images`` uint8 (N, H, W, 3), ``labels`` (N,) integers and ``class_names`` (C,). Others are left out. Every
-    image is decoded once, to be checked; all but those of an .npz then stay encoded.
+    Text rows have the columns ``prompt`` and ``answer``, plain texts ``text`` and neither of these, image rows
+    ``image`` (encoded) and ``label``; an ``.npz`` has ``images`` uint8 (N, H, W, 3), ``labels`` (N,) integers and
+    ``class_names`` (C,). Others are left out, but a ``text`` beside a column of another kind of rows, such as label or
+    messages, must be named by ``columns``. Every image is decoded once, to be checked; all but those of an .npz then
+    stay encoded.
 
     Args:
         source: a folder with ``<task>/<split>`` as .json (a list of objects), .jsonl, .csv, .parquet or .npz, as a
@@ -72,7 +87,8 @@ def load_rows(
     if unknown := sorted(set(columns or {}) - set(_COLUMNS)):
         raise ValueError(f"columns renames {unknown}, the columns are {list(_COLUMNS)}: write {{ours: the source's}}")
     names = {name: (columns or {}).get(name, name) for name in _COLUMNS}
-    texts = ("prompt", "answer", *(("choices",) if choices else ()))
+    own = ("prompt", "answer", *(("choices",) if choices else ()))
+    texts = partial(_kind, own, names, frozenset(columns or {}))
     path = Path(source).expanduser()
     if not path.exists():
         instead = (
@@ -194,18 +210,30 @@ def _find(source: Path, task: str, split: str) -> Path:
     )
 
 
-def _dataset(data: Any, texts: Sequence[str], names: Mapping[str, str], where: str) -> Rows:
+def _kind(texts: Sequence[str], names: Mapping[str, str], named: Set[str], there: Sequence[str]) -> Sequence[str]:
+    """The columns of text rows that are taken: ``text`` alone, or ``texts``.
+
+    Args: names: the source's by ours; named: ours that were given; there: the source's.
+    """
+    asked, answered = {names["prompt"], names["answer"]} & {*there}, named & {"prompt", "answer"}
+    alone = not (asked and answered) if "text" in named else not (asked or answered or {*_OTHERS} & {*there})
+    return ("text",) if alone and names["text"] in there else texts
+
+
+def _dataset(data: Any, texts: _Kind, names: Mapping[str, str], where: str) -> Rows:
     from datasets import Image
 
-    kind = ("image", "label") if names["image"] in data.column_names else texts
-    problems = _absent(kind, names, data.column_names)
     pictures = [name for name, type_ in data.features.items() if isinstance(type_, Image)]
+    there = [*data.column_names, *_PICTURES[: len(pictures)]]  # under a usual name, beside which a text is not plain
+    kind = ("image", "label") if names["image"] in data.column_names else texts(there)
+    problems = _absent(kind, names, data.column_names)
     if "prompt" in kind and problems and pictures:
         way = f"say which it is by --suite-options columns image={pictures[0]},label=NAME"
         problems = [f"column {names['image']!r} is missing, and {pictures[0]!r} has images: {way}"]
     complain(where, problems or ([] if len(data) else ["there are no rows"]))
-    if kind is texts:
-        return _texts(where, *(data[names[name]][:] for name in texts))
+    if "image" not in kind:
+        beside = names["text"] in data.column_names
+        return _texts(where, {name: data[names[name]][:] for name in kind}, beside=beside)
     first, second = (names[name] for name in kind)
     pictures = data.select_columns(first)
     if isinstance(data.features[first], Image):
@@ -370,28 +398,37 @@ def _csv(file: Path, text: str) -> list[dict[str, Any]]:
     return [dict(zip(head, row, strict=True)) for row in cells]
 
 
-def _json(file: Path, texts: Sequence[str], names: Mapping[str, str]) -> TextRows:
+def _json(file: Path, texts: _Kind, names: Mapping[str, str]) -> TextRows:
     rows = read_objects(file)
     known = list(dict.fromkeys(key for row in rows for key in row))
-    problems = _absent(texts, names, known)
-    if names["prompt"] not in known and {*_PICTURES} & {*known}:
+    kind = texts(known)
+    problems = _absent(kind, names, known)
+    if "prompt" in kind and names["prompt"] not in known and {*_PICTURES} & {*known}:
         problems = [
             f"the columns {known} look like images, which .csv and .json cannot hold: make a folder for each class, "
             "TASK/SPLIT/CLASS with image files in it, or a .parquet with a column of encoded images"
+            f"{_plain_way(names, known)}"
         ]
     complain(file, problems)
-    return _texts(str(file), *([row.get(names[name], _MISSING) for row in rows] for name in texts))
+    columns = {name: [row.get(names[name], _MISSING) for row in rows] for name in kind}
+    return _texts(str(file), columns, beside=names["text"] in known)
 
 
-def _texts(where: str, prompts: Sequence[Any], answers: Sequence[Any], choices: Sequence[Any] = ()) -> TextRows:
+def _texts(where: str, columns: Mapping[str, Sequence[Any]], *, beside: bool) -> TextRows:
+    """The rows of checked columns. Args: beside: a column of plain texts is there too."""
     checks: tuple[tuple[str, Callable[[Any], bool]], ...] = (
         ("is missing", lambda value: value is _MISSING),
         ("is not a string", lambda value: not isinstance(value, str)),
         ("has half a surrogate pair", lambda value: bool(re.search("[\ud800-\udfff]", value))),
     )
-    problems = []
-    for name, values in (("prompt", prompts), ("answer", answers)):
-        own = (*checks, ("is empty", lambda value: not value.strip())) if name == "prompt" else checks
+    problems, choices = [], columns.get("choices", ())
+    if bare := [i for i, value in enumerate(columns.get("prompt", ())) if beside and value in (None, _MISSING)]:
+        way = "a split is all plain texts or all prompts with answers, so make two tasks of them"
+        complain(where, [f"{name_rows(bare)}: no prompt, and there is a column of plain texts: {way}"])
+    for name, values in columns.items():
+        if name == "choices":
+            continue
+        own = checks if name == "answer" else (*checks, ("is empty", lambda value: not value.strip()))
         bad: dict[str, list[int]] = {what: [] for what, _ in own}
         for i, value in enumerate(values):
             if what := next((what for what, fails in own if fails(value)), None):
@@ -399,8 +436,10 @@ def _texts(where: str, prompts: Sequence[Any], answers: Sequence[Any], choices: 
         problems += [
             f"the {name} of {name_rows(rows)} {what}{_instead(values[rows[0]])}" for what, rows in bad.items() if rows
         ]
-    complain(where, [*problems, *_of_choices(choices, answers)])
-    return TextRows(tuple(prompts), tuple(answers), tuple(map(tuple, choices)))
+    complain(where, [*problems, *_of_choices(choices, columns.get("answer", ()))])
+    if "text" in columns:
+        return TextRows(("",) * len(columns["text"]), tuple(columns["text"]))
+    return TextRows(tuple(columns["prompt"]), tuple(columns["answer"]), tuple(map(tuple, choices)))
 
 
 def _of_choices(choices: Sequence[Any], answers: Sequence[Any]) -> list[str]:
@@ -443,7 +482,7 @@ def _absent(kind: Sequence[str], names: Mapping[str, str], there: Sequence[str])
         return []
     way = f"say which it is by --suite-options columns {','.join(f'{name}=NAME' for name in lacking)}"
     way += f" (in Python columns={{{lacking[0]!r}: ...}})"
-    near = [own for own in ("completion", "response", "output", "target", "chosen") if own in there]
+    near = [own for own in _NEAR if own in there]
     if lacking == ["answer"] and near:
         way = way.replace("NAME", near[0])
     if "prompt" in lacking:
@@ -456,6 +495,8 @@ def _absent(kind: Sequence[str], names: Mapping[str, str], there: Sequence[str])
         way = "these look like conversations, for which there is --chat"
     if "conversations" in there:
         way = _conversation_way(there)
+    if "prompt" in kind:
+        way += _plain_way(names, there)
     missing = " and ".join(repr(names[name]) for name in lacking)
     return [
         f"column{'s' * (len(lacking) > 1)} {missing} {'are' if len(lacking) > 1 else 'is'} missing, there are "
@@ -463,7 +504,15 @@ def _absent(kind: Sequence[str], names: Mapping[str, str], there: Sequence[str])
     ]
 
 
+def _plain_way(names: Mapping[str, str], there: Sequence[str]) -> str:
+    """The way out for plain texts beside columns of another kind of rows."""
+    own = names.get("text")
+    return f"; for plain texts pass --suite-options columns text={own}" if own in there else ""
+
+
 def _conversation_way(there: Sequence[str]) -> str:
+    if [*there] == ["text"]:
+        return "these look like plain texts, which have no conversation: leave --chat out"
     if "conversations" in there:
         return (
             "these look like conversations of from and value: write messages of role (system, user, assistant) and "

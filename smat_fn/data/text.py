@@ -1,4 +1,4 @@
-"""Prompts with answers as batches of tokens for a causal language model.
+"""Prompts with answers, and plain texts, as batches of tokens for a causal language model.
 
 A tokenizer is one of ``transformers``; only its call, its special ids and its vocabulary are used.
 """
@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from torch import Tensor
 
-from ..errors import and_more, raise_problems
+from ..errors import and_more, name_rows, raise_problems
 from ..models.head import IGNORED
 from ..models.modules import filled
 from ..models.pretrained import NO_EOS, check_tokenizer
@@ -37,6 +37,7 @@ class Cut(NamedTuple):
     answer: float  # a part of the answer is lost
     whole_answer: float  # no token of the answer is left
     longest: int  # tokens of the longest row, EOS included
+    texts: int = 0  # plain texts that the rows are windows of, 0: rows of prompts and answers
 
     def among(self, rows: int) -> "Cut":
         """The effect on so many rows, of which all that are cut are counted here."""
@@ -77,9 +78,7 @@ def encode(
     """
     if truncate not in get_args(Truncate):
         raise ValueError(f"truncate {truncate!r} is unknown, choose one of {get_args(Truncate)}")
-    if max_length < 2:
-        raise ValueError(f"max_length is {max_length}, must be at least 2: the first token has no prediction")
-    check_tokenizer(tokenizer, vocabulary)
+    _check(max_length, tokenizer, vocabulary)
     examples, empty, largest = [], [], []
     one = list(range(vocabulary))  # an integer a token, however often it occurs: most of the memory of many rows
     apart = mask_prompt or truncate == "prompt-middle"
@@ -99,6 +98,33 @@ def encode(
         )
     raise_problems(problems)
     return examples
+
+
+def windows(
+    texts: Sequence[str], tokenizer: Any, *, vocabulary: int, max_length: int = 512
+) -> list[tuple[Example, ...]]:
+    """Every plain text and EOS, with special tokens, as consecutive windows of at most ``max_length`` tokens.
+
+    A window after the first begins with the last token of the one before, so that each token of a text but its first,
+    which has no prediction, is predicted once. Texts are not joined: none sees another one.
+
+    Args: as `encode`.
+    Raises: ValueError as `encode`.
+    """
+    _check(max_length, tokenizer, vocabulary)
+    found, bare, largest = [], [], []
+    one = list(range(vocabulary))
+    for index, ids in enumerate(_closed(texts, tokenizer)):
+        largest.append(max(ids))
+        own = tuple(one[i] if i < vocabulary else i for i in ids)
+        parts = (own[start : start + max_length] for start in range(0, len(own) - 1, max_length - 1))
+        found.append(tuple(Example(part, part) for part in parts))
+        if not found[-1]:
+            bare.append(index)
+    problems = fit_problems(largest, vocabulary)
+    problems += [f"the tokenizer finds no token in {name_rows(bare)}: remove these texts"] if bare else []
+    raise_problems(problems)
+    return found
 
 
 def collate(examples: Sequence[Example], pad: int, *, multiple: int = MULTIPLE) -> dict[str, Tensor]:
@@ -175,17 +201,32 @@ def closed(ids: Sequence[int], eos: int) -> list[int]:
 
 def _tokens(rows: Sequence[Row], tokenizer: Any, *, apart: bool) -> Iterator[tuple[list[int], int]]:
     """Whole texts with EOS, and where their answers begin: 0 unless they are wanted ``apart`` from prompts."""
+    texts = _closed([prompt + "\n" + answer for prompt, answer in rows], tokenizer)
+    fronts = _ids([prompt + "\n" for prompt, _ in rows], tokenizer) if apart else repeat(())
+    for ids, front in zip(texts, fronts, strict=False):
+        yield ids, _border(front, ids) if apart else 0
+
+
+def _closed(texts: Sequence[str], tokenizer: Any) -> Iterator[list[int]]:
+    """Texts as tokens with EOS."""
     eos = tokenizer.eos_token_id
     if eos is None:
         raise ValueError(NO_EOS)
+    yield from (closed(ids, eos) for ids in _ids(texts, tokenizer))
+
+
+def _ids(texts: Sequence[str], tokenizer: Any) -> Iterator[list[int]]:
+    """Texts as tokens, with the special ones that the tokenizer adds."""
     options = {"add_special_tokens": True, "truncation": False, "padding": False, "verbose": False}
-    for first in range(0, len(rows), _TOGETHER):
-        some = rows[first : first + _TOGETHER]
-        texts = tokenizer([prompt + "\n" + answer for prompt, answer in some], **options)["input_ids"]
-        texts = [closed(ids, eos) for ids in texts]
-        fronts = tokenizer([prompt + "\n" for prompt, _ in some], **options)["input_ids"] if apart else []
-        starts = (_border(front, ids) for front, ids in zip(fronts, texts, strict=True)) if apart else repeat(0)
-        yield from zip(texts, starts, strict=False)
+    for first in range(0, len(texts), _TOGETHER):
+        yield from tokenizer(list(texts[first : first + _TOGETHER]), **options)["input_ids"]
+
+
+def _check(max_length: int, tokenizer: Any, vocabulary: int) -> None:
+    """Raises: ValueError for a max_length below 2, and as `check_tokenizer`."""
+    if max_length < 2:
+        raise ValueError(f"max_length is {max_length}, must be at least 2: the first token has no prediction")
+    check_tokenizer(tokenizer, vocabulary)
 
 
 def _border(front: Sequence[int], ids: Sequence[int]) -> int:

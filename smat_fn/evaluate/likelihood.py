@@ -32,13 +32,15 @@ def reader(
 ) -> Generate:
     """`Generate` that reads given texts with given weights: "SUM COUNT" of `log_likelihoods`, or the likeliest choice.
 
+    SUM and COUNT are those of all texts of a row: its answer, or the windows of a plain text.
+
     The likeliest choice has the largest sum, of equal ones it is the first.
 
     Args:
         model: of a language model; params: its flat parameters, on its device.
-        texts: of every row its answer, or its choices in their order, with the prompt, as tokens; those with a label
-            count.
-        choices: of every row, as texts; none: an answer is given.
+        texts: of every row its answer, or its choices in their order, with the prompt, as tokens; or the windows of a
+            plain text; those with a label count.
+        choices: of every row, as texts; none: an answer or a plain text is given.
         collate: makes a batch of texts; batch_size: texts of a batch at most.
         norm: divide the sum of a choice by its number of characters.
     Raises: ValueError when called, as `log_likelihoods`.
@@ -52,7 +54,8 @@ def reader(
         found = iter(log_likelihoods(model, params, every, collate=collate, batch_size=batch_size))
         own = {row: [next(found) for _ in texts[row]] for row in numbers}
         if not choices:
-            return ["{} {}".format(*own[row][0]) for row in numbers]
+            both = (zip(*own[row], strict=True) for row in numbers)
+            return [f"{math.fsum(sums)} {sum(counts)}" for sums, counts in both]
         return [_likeliest(choices[row], [total for total, _ in own[row]], norm=norm) for row in numbers]
 
     return read

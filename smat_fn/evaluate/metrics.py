@@ -235,10 +235,10 @@ def contains(predictions: Sequence[str], references: Sequence[str], prompts: Seq
 
 
 def likelihood(predictions: Sequence[str], references: Sequence[str] = (), prompts: Sequence[str] = ()) -> float:
-    """``100 exp(1/n sum log p)`` over all n answer tokens of all rows: 100 / perplexity.
+    """``100 exp(1/n sum log p)`` over all n tokens of all rows' answers or plain texts: 100 / perplexity.
 
-    Args: predictions: "SUM COUNT" of each row, the sum of log p of its answer's tokens and their number, as
-        `likelihood.reader` gives them.
+    Args: predictions: "SUM COUNT" of each row, the sum of log p of its tokens and their number, as `likelihood.reader`
+        gives them.
     """
     sums, counts = zip(*(map(float, text.split()) for text in predictions), strict=True)
     return 100 * math.exp(math.fsum(sums) / math.fsum(counts))

@@ -123,4 +123,5 @@ def _together(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 def _cut(parts: list[Cut]) -> Cut:
     rows = sum(part.rows for part in parts)
     eos, answer, whole_answer = (fsum(part[at] * part.rows for part in parts) / rows for at in (1, 2, 3))
-    return Cut(rows, eos, answer, whole_answer, max(part.longest for part in parts))
+    texts = sum(part.texts or part.rows for part in parts) if any(part.texts for part in parts) else 0
+    return Cut(rows, eos, answer, whole_answer, max(part.longest for part in parts), texts)

@@ -4,7 +4,8 @@ A task is rows of prompt and answer in the splits train, dev and eval (`rows`); 
 minimises the mean negative log-likelihood of every token (`text`), of an encoder-decoder that of the answer (`pairs`);
 a score is the task's metric of decoded answers. The paper's seven (`TASKS`) have metrics and decoding of their own;
 all other tasks, those of TRACE that the paper leaves out too (Py150), are decoded greedily and scored by the option
-``metric``, which may also read log probabilities of given answers (`likelihood`).
+``metric``, which may also read log probabilities of given answers (`likelihood`). Rows of a task may be plain texts
+instead, which are trained and scored whole, in windows (`text.windows`), by likelihood whatever the metric of others.
 """
 
 import inspect
@@ -87,9 +88,9 @@ class TraceOptions(SuiteOptions):
     """Tasks (default: those of the folder, for a dataset on the hub the paper's seven of TRACE)."""
     metric: str = "rouge-l"
     """Metric of all tasks but the paper's seven: rouge-l, label, number, exact, f1, contains, likelihood, choice,
-    choice_norm, or module:function."""
+    choice_norm, or module:function. Plain texts are scored by likelihood."""
     max_length: int = 512
-    """Maximum number of tokens of a training row."""
+    """Maximum number of tokens of a training row; longer plain texts are split into such windows, for scores too."""
     truncate: text.Truncate = "right"
     """Long rows keep: right: their first tokens; left: BOS and the last tokens; prompt-middle: answer and EOS."""
     mask_prompt: bool = False
@@ -160,11 +161,6 @@ class Trace(BaseSuite):
             problems.append(f"device is {own.device!r} and device_map is given too: give one of them")
         with errors.collected(problems):
             self._engine: Any = own.engine if callable(own.engine) else find_engine(str(own.engine))
-            if self._engine is not decoding.generator and any(map(self._by_likelihood, tasks)):
-                problems.append(
-                    f"metric {own.metric} reads log probabilities, which engine {engine_name(self._engine)} does not "
-                    "give: leave the engine out, or choose a metric of generated answers, such as exact"
-                )
         read = partial(_conversations, own) if own.chat else self._row_texts
         found, wrong, notes, self.made = collect_splits(
             own.only or tasks, read, self._with_made, size=_size, take=_some, rows=own.rows,
@@ -174,7 +170,10 @@ class Trace(BaseSuite):
         answers = {key: TextRows((), tuple(c[-1]["content"] for c in rows)) for key, rows in self._chats.items()}
         self._rows: dict[Any, TextRows] = answers or found
         self.notes += tuple(notes)
-        problems += [*model_problems(own.model), *wrong]
+        self.plain, mixed = _plain_tasks(self._rows)
+        problems += [*model_problems(own.model), *wrong, *mixed, *self._unread(tasks)]
+        if self.plain:
+            self.notes += (f"{', '.join(sorted(self.plain))}: plain texts, scored by likelihood, 100 / perplexity",)
         for (task, split), rows in self._rows.items():
             if split != "train" and self._metric(task) in LABELS:
                 problems += _unlettered(task, SPLITS[split], rows.answers)
@@ -189,10 +188,15 @@ class Trace(BaseSuite):
         self._lm = lm = language.load(own.model, device=place, device_map=own.device_map, **own.loading())
         self.notes += tuple(self._doubts(lm))
         self._device = next(iter(lm.params.values())).device
-        self._settings = {task: settings_of(task, own) for task in tasks}
+        self._settings = {task: Decoding(0) if task in self.plain else settings_of(task, own) for task in tasks}
         config: Any = lm.module.config
         self._positions = getattr(config, "max_position_embeddings", None) or math.inf
         self._pair = bool(getattr(config, "is_encoder_decoder", False))
+        if self._pair and self.plain:
+            raise ValueError(
+                f"{', '.join(sorted(self.plain))}: plain texts are for causal models, {own.model} is an "
+                "encoder-decoder: give rows of prompt and answer"
+            )
         if own.chat:
             self._chat(lm)
         self._form: Any = pairs if self._pair else text  # how rows become batches
@@ -205,8 +209,31 @@ class Trace(BaseSuite):
         members: dict[str, Any] = {"base": lm.params, "where": lm.where, "untrained": frozen(lm.module)}
         super().__init__(tasks=tasks, seed=seed, repeats=repeats, **members)
 
+    def _unread(self, tasks: Sequence[str]) -> Iterator[str]:
+        """Errors for names of tasks, metrics and engines that do not fit plain texts or likelihood."""
+        metric, default = self.options.metric, TraceOptions.metric
+        if ours := [task for task in tasks if task in self.plain and task in TASKS]:
+            yield (
+                f"{', '.join(ours)}: the rows are plain texts, and a metric of this name's own compares answers: give "
+                "the task another name"
+            )
+        if self.plain.issuperset({*tasks} - {*TASKS}) and self.plain and metric not in (default, "likelihood"):
+            yield (
+                f"metric {metric} compares answers, and {', '.join(sorted(self.plain))} are plain texts: leave the "
+                "metric out, they are scored by likelihood"
+            )
+        by = next(filter(None, map(self._by_likelihood, tasks)), "")
+        if by and getattr(self, "_engine", decoding.generator) is not decoding.generator:
+            yield (
+                f"metric {by} reads log probabilities, which engine {engine_name(self._engine)} does not give: leave "
+                "the engine out, or choose a metric of generated answers, such as exact"
+                f"{', and tasks that are not plain texts' if self.plain else ''}"
+            )
+
     def _by_likelihood(self, task: str) -> str:
         """The metric of a task that reads log probabilities, "" for one of decoded answers."""
+        if task in self.plain:
+            return "likelihood"
         metric = self.options.metric
         return metric if task not in TASKS and metric in likelihood.NAMES else ""
 
@@ -222,7 +249,7 @@ class Trace(BaseSuite):
             train = _texts(self.options, task, "train", choices=True)
             made = with_made({**splits, "train": train}, missing, rows=_asked, take=_some)
             return {**made, "train": made["train"]._replace(choices=())}
-        lettered = self._metric(task) in LABELS and not self.options.chat
+        lettered = self._metric(task) in LABELS and not self.options.chat and not splits["train"].plain
         if lettered:
             errors.raise_problems(_unlettered(task, SPLITS["train"], splits["train"].answers))
         labels: Any = (lambda rows: [_letter(answer) for answer in rows.answers]) if lettered else (lambda rows: None)
@@ -255,7 +282,7 @@ class Trace(BaseSuite):
         own = self.options
         if self._pair or own.train_layers is None or own.gradient_checkpointing or own.device_map is not None:
             return None, None
-        texts = next(iter(self._rows.values())).prompts[:3]
+        texts = _asked(next(iter(self._rows.values()))).prompts[:3]
         rows = [(*ids[: 16 - i], lm.tokenizer.eos_token_id) for i, ids in enumerate(prompt_ids(texts, lm.tokenizer))]
         top = top_language(lm, self._collate([text.Example(ids, ids) for ids in rows]))
         if isinstance(top, str):
@@ -408,8 +435,9 @@ class Trace(BaseSuite):
         prompts, answers = self._rows[task, split][:2]
 
         def keep(new: Mapping[int, str], done: int, total: int) -> None:
-            if journal is not None:
-                journal.add([Answer(row, text, answers[row]) for row, text in new.items()], done, total)
+            if journal is not None:  # the reference of a plain text would be all of it
+                expected = {row: "" if task in self.plain else answers[row] for row in new}
+                journal.add([Answer(row, text, expected[row]) for row, text in new.items()], done, total)
 
         size, tokens = self._together()
         texts = in_batches(
@@ -461,6 +489,8 @@ class Trace(BaseSuite):
     def cuts(self, task: str) -> text.Cut:
         self.check(task)
         lengths, limit = [max(map(len, own)) for own in self._examples(task, "train")], self.options.max_length
+        if task in self.plain:
+            return text.Cut(len(lengths), 0.0, 0.0, 0.0, max(lengths), len(self._rows[task, "train"].answers))
         # shorter examples are not cut: most rows need not be tokenized again
         places = [place for place, length in enumerate(lengths) if length >= limit]
         if not places:
@@ -492,7 +522,7 @@ class Trace(BaseSuite):
         if not (place := getattr(self._engine, "__module__", "")).startswith("smat_fn."):  # its name alone stays, too
             facts["engine source"] = _source(place)
         metric = self._metric(task)
-        if metric not in TRACE_METRICS.values() and ":" in self.options.metric:  # its name alone stays when it changes
+        if metric not in TRACE_METRICS.values() and ":" in self._metric_name(task):  # its name stays when it changes
             facts["metric"] = inspect.getsource(sys.modules[self.options.metric.partition(":")[0]])
         return content_key(facts)
 
@@ -503,11 +533,13 @@ class Trace(BaseSuite):
         return content_key({"all": backend.to_str() if backend else sorted(tokenizer.get_vocab().items())})
 
     def _metric(self, task: str) -> TextMetric:
-        return TRACE_METRICS.get(task) or metric_of(self.options.metric)
+        own = self._by_likelihood(task)
+        return metric_of(own) if own else TRACE_METRICS.get(task) or metric_of(self.options.metric)
 
     def _metric_name(self, task: str) -> str:
         """The name of the metric of a task, for errors: of the paper's seven that of its function."""
-        return TRACE_METRICS[task].__name__ if task in TRACE_METRICS else self.options.metric
+        own = self._by_likelihood(task) or self.options.metric
+        return TRACE_METRICS[task].__name__ if task in TRACE_METRICS else own
 
     def _some(self, task: str, split: str, rows: Sequence[int]) -> Batch:
         examples = self._examples(task, split)
@@ -574,6 +606,8 @@ class Trace(BaseSuite):
 
     @remembered  # tokenized when a task is first trained: merging and evaluation do not need it
     def _examples(self, task: str, split: str) -> list[text.Example]:
+        if task in self.plain:
+            return [example for own in self._windows(task, split) for example in own]
         options = {name: getattr(self.options, name) for name in ("max_length", "truncate", "mask_prompt")}
         vocabulary = self._lm.module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
         rows = _pairs(self._rows[task, split])
@@ -586,12 +620,30 @@ class Trace(BaseSuite):
             raise ValueError(f"{split.replace('train', 'training')} rows of {task}: {error}") from error
 
     @remembered
-    def _given(self, task: str, split: str) -> list[list[text.Example]]:
-        """The texts of every row whose log probabilities are read, never cut: its answer, or its choices.
+    def _windows(self, task: str, split: str) -> list[tuple[text.Example, ...]]:
+        """The windows of every plain text, which are trained and scored alike."""
+        vocabulary = self._lm.module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        limit, texts = self.options.max_length, self._rows[task, split].answers
+        try:
+            found = text.windows(texts, self._lm.tokenizer, vocabulary=vocabulary, max_length=limit)
+        except ValueError as error:
+            raise ValueError(f"{task} ({SPLITS[split]}): {error}") from error
+        if (longest := max(_length(example) for own in found for example in own)) > self._positions:
+            raise ValueError(
+                f"windows of {task} ({SPLITS[split]}) have up to {longest} tokens, more than the model's "
+                f"{self._positions}: pass `max_length={self._positions}` or less, which splits its texts further"
+            )
+        return found
+
+    @remembered
+    def _given(self, task: str, split: str) -> Sequence[Sequence[text.Example]]:
+        """The texts of every row whose log probabilities are read, never cut: its answer, its choices, or its windows.
 
         Labels are the answer's tokens and EOS, as in training, or the choice's tokens without EOS.
         Raises: ValueError for rows that are longer than the model's positions, and choices without a token.
         """
+        if task in self.plain:
+            return self._windows(task, split)
         rows, tokenizer, place = self._rows[task, split], self._lm.tokenizer, f"{task} ({SPLITS[split]})"
         vocabulary = self._lm.module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
         whole: dict[str, Any] = {"vocabulary": vocabulary, "max_length": sys.maxsize}
@@ -691,9 +743,26 @@ def _some(rows: Any, places: Sequence[int]) -> Any:
     return take(rows, places) if isinstance(rows, TextRows) else tuple(rows[i] for i in places)
 
 
+def _plain_tasks(every: Mapping[tuple[str, str], TextRows]) -> tuple[frozenset[str], list[str]]:
+    """The tasks of plain texts, and errors for those with both kinds of rows."""
+    splits = dict[str, dict[bool, list[str]]]()
+    for (task, split), rows in every.items():
+        splits.setdefault(task, {}).setdefault(rows.plain, []).append(SPLITS[split])
+    problems = [
+        f"{task} has plain texts in {', '.join(own[True])} and prompts with answers in {', '.join(own[False])}: give "
+        "all its splits rows of one kind"
+        for task, own in splits.items()
+        if len(own) > 1
+    ]
+    return frozenset(task for task, own in splits.items() if True in own), problems
+
+
 def _asked(rows: TextRows | Sequence[Conversation]) -> TextRows:
-    """Rows as what they ask, without answers: a prompt may have several."""
-    prompts = rows.prompts if isinstance(rows, TextRows) else tuple(str(own[:-1]) for own in rows)
+    """Rows as what they ask, without answers: a prompt may have several. Of a plain text it is all."""
+    if isinstance(rows, TextRows):
+        prompts = rows.answers if rows.plain else rows.prompts
+    else:
+        prompts = tuple(str(own[:-1]) for own in rows)
     return TextRows(prompts, ("",) * len(prompts))
 
 

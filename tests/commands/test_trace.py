@@ -1,6 +1,7 @@
 """The language experiment as a user runs it, on a tiny model and rows that the tests write themselves."""
 
 import json
+import math
 import re
 import runpy
 from pathlib import Path
@@ -324,3 +325,48 @@ def test_scores_by_likelihood_decode_nothing_from_training_to_the_table(inputs, 
     suite = checkpoint.load_manifest(tmp_path / "chosen/ta")["suite"]
     assert suite["metric"] == "choice"
     assert all(score % 12.5 == 0 for _, score in checkpoint.load_manifest(tmp_path / "chosen/ta")["dev_curve"])
+
+
+@pytest.fixture(scope="module")
+def texts(inputs):
+    """A folder of plain texts (law) beside rows of prompts and answers (qa)."""
+    for task in ("law", "qa"):
+        (inputs / "texts" / task).mkdir(parents=True)
+    for split in ("train", "dev", "eval"):
+        rows = [{"text": f"{split} {i}: {' '.join(WORDS[i:] + WORDS)}", "url": i} for i in range(9)]
+        (inputs / f"texts/law/{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (inputs / f"texts/qa/{split}.json").write_text((inputs / f"rows/C-STANCE/{split}.json").read_text())
+    return inputs / "texts"
+
+
+def test_experts_of_plain_texts_are_trained_merged_and_scored(inputs, texts, exits, tmp_path, capsys):
+    words = ("--preset", "lm", "--model", inputs / "model", "--data", texts, "--steps", "6", "--lr", "1e-2")
+    short = ("--suite-options", "device", "cpu", "max_length", "16", "max_new_tokens", "2")
+    run = tmp_path / "run"
+    assert exits("train.py", "ft", *words, "--dry-run", "--out", run, *short) is None
+    told = capsys.readouterr().out
+    assert re.search(r"law: 6 steps, 9 texts in \d+ windows of up to 16 tokens\n", told)
+    assert "note: law: plain texts, scored by likelihood, 100 / perplexity" in told
+    train = ("--metric", "exact", "--eval-every", "3", "--precision", "fp32")
+    assert exits("train.py", "smat", *words, *train, "--out", run, *short) is None
+    assert exits("merge.py", "ta", "--run", run, "--search", "--out", run / "merged") is None
+    assert exits("merge.py", "statistics", run, "--kinds", "fisher", "gram", "--rows", "12") is None
+    for merger, *words in (("fisher", "--coef", "1"), ("reg_mean", "--coef", "1"), ("reg_mean_plus",)):
+        assert exits("merge.py", merger, "--run", run, *words, "--out", run / "merged") is None, merger
+    assert exits("eval.py", run, "--base", "--out", tmp_path / "scores") is None
+    assert "note: law: plain texts" in capsys.readouterr().out
+    scores = {(r.method, r.model, r.task): r.score for r in read_results(tmp_path / "scores/results.jsonl")}
+    suite = load_suite(**checkpoint.load_manifest(run / "merged/ta")["suite"], device="cpu")
+    expected, count = 0.0, 0
+    for line in (texts / "law/eval.jsonl").read_text().splitlines():
+        ids = suite._lm.tokenizer(json.loads(line)["text"] + "</s>")["input_ids"]
+        for start in range(0, len(ids) - 1, 15):
+            window = torch.tensor([ids[start : start + 16]])
+            with torch.no_grad():  # the base, by transformers' own loss
+                loss = suite._lm.module(input_ids=window, labels=window).loss
+            expected, count = expected + float(loss) * (window.shape[1] - 1), count + window.shape[1] - 1
+    assert scores["BASE", "expert:law", "law"] == pytest.approx(100 * math.exp(-expected / count), rel=1e-4)
+    assert scores["SMAT", "expert:law", "law"] > scores["BASE", "expert:law", "law"]
+    assert {
+        ("SMAT", merged, task) for merged in ("ta", "fisher", "reg_mean", "reg_mean_plus") for task in ("law", "qa")
+    } <= {*scores}

@@ -10,7 +10,7 @@ import torch
 from smat_fn import checkpoint, random
 from smat_fn.analyses import mean_loss
 from smat_fn.config import Finetune, Training
-from smat_fn.data import pairs
+from smat_fn.data import pairs, text
 from smat_fn.evaluate.decoding import generator
 from smat_fn.evaluate.engine import Decoding
 from smat_fn.evaluate.metrics import label_accuracy
@@ -64,7 +64,7 @@ def test_examples_are_source_and_target_cut_before_their_last_token():
     assert pairs.encode(ROWS, tokenizer, vocabulary=30, max_length=2)[0] == ((a, 1), (b, 1))
     assert pairs.encode(ROWS, tokenizer, vocabulary=30, mask_prompt=True)[0] == first
     cut = pairs.cut_report({"t": ROWS}, tokenizer, max_length=3)["t"]
-    assert cut == (4, 0.0, 1 / 4, 0.0, 11)
+    assert cut == text.Cut(4, 0.0, 1 / 4, 0.0, 11)
 
 
 def test_a_text_of_which_the_end_alone_would_fit_keeps_a_token_of_its_own():

@@ -101,6 +101,96 @@ def test_columns_are_renamed(tmp_path):
     assert len(load_rows(tmp_path / "a.npz", "t", "train", columns={"image": "x"}).images) == 2
 
 
+PLAIN = [{"text": "one\u00e9 and more", "url": "a"}, {"text": " two\n", "url": "b"}]
+PLAIN_ROWS = TextRows(("", ""), ("one\u00e9 and more", " two\n"))
+
+
+def test_plain_texts_are_rows_without_prompts(tmp_path):
+    from datasets import Dataset
+
+    write(tmp_path, "t", "train.jsonl", "\n".join(map(json.dumps, PLAIN)))
+    write(tmp_path, "t", "eval.csv", 'text\n"one\u00e9 and more"\n" two\n"\n')
+    columns = {name: [row[name] for row in PLAIN] for name in PLAIN[0]}
+    write_table(tmp_path / "t" / "dev.parquet", **columns)
+    Dataset.from_dict(columns).save_to_disk(tmp_path / "t" / "saved")
+    for split in ("train", "dev", "eval", "saved"):
+        assert load_rows(tmp_path, "t", split) == load_rows(tmp_path, "t", split, choices=True) == PLAIN_ROWS
+    assert PLAIN_ROWS.plain
+    assert take(PLAIN_ROWS, [1]) == TextRows(("",), (" two\n",))
+    assert not TEXTS.plain
+    assert not TextRows((), ("a",)).plain
+    write(tmp_path, "u", "train.json", json.dumps([{"body": row["text"]} for row in PLAIN]))
+    assert load_rows(tmp_path, "u", "train", columns={"text": "body"}) == PLAIN_ROWS
+
+
+def test_bad_plain_texts_are_named_by_row(tmp_path):
+    texts = ["a", "", " \n", 3, None, "\ud800"]
+    write(tmp_path, "t", "train.json", json.dumps([*({"text": text} for text in texts), {"url": "b"}]))
+    with pytest.raises(ValueError, match=r"train\.json: ") as caught:
+        load_rows(tmp_path, "t", "train")
+    for part in (
+        "the text of row 6 is missing",
+        "the text of rows 3 and 4 is not a string but 3 (int): write it as a text",
+        "the text of row 5 has half a surrogate pair",
+        "the text of rows 1 and 2 is empty",
+    ):
+        assert part in str(caught.value)
+
+
+def test_a_split_has_rows_of_one_kind(tmp_path):
+    mixed = [ROWS[0], PLAIN[0], ROWS[1], PLAIN[1]]
+    write(tmp_path, "t", "train.jsonl", "\n".join(map(json.dumps, mixed)))
+    write_table(
+        tmp_path / "t" / "dev.parquet", **{n: [row.get(n) for row in mixed] for n in ("prompt", "answer", "text")}
+    )
+    for split in ("train", "dev"):
+        with pytest.raises(
+            ValueError, match=rf"{split}\.\w+: rows 1 and 3: no prompt, .*plain texts.*two tasks of them"
+        ):
+            load_rows(tmp_path, "t", split)
+    with pytest.raises(ValueError, match="the text of rows 0 and 2 is missing"):
+        load_rows(tmp_path, "t", "train", columns={"text": "text"})
+    # a text beside prompts and answers is left out, as other columns are
+    write(tmp_path, "t", "eval.json", json.dumps([{**row, "text": "all"} for row in ROWS]))
+    assert load_rows(tmp_path, "t", "eval") == TEXTS
+    assert load_rows(tmp_path, "t", "eval", columns={"text": "text"}) == TextRows(("", ""), ("all", "all"))
+    assert load_rows(tmp_path, "t", "eval", columns={"text": "text", "prompt": "prompt"}) == TEXTS
+
+
+@pytest.mark.parametrize("beside", ["label", "messages", "conversations", "instruction", "completion", "img"])
+def test_a_text_beside_another_kind_of_rows_is_plain_where_it_is_named(tmp_path, beside):
+    write(tmp_path, "t", "train.json", json.dumps([{**row, beside: "x"} for row in PLAIN]))
+    write_table(tmp_path / "a.parquet", **{name: [row.get(name, "x") for row in PLAIN] for name in ("text", beside)})
+    for source in (tmp_path, tmp_path / "a.parquet"):
+        with pytest.raises(ValueError, match="for plain texts pass --suite-options columns text=text"):
+            load_rows(source, "t", "train")
+        assert load_rows(source, "t", "train", columns={"text": "text"}) == PLAIN_ROWS
+
+
+def test_captions_of_images_are_not_plain_texts(tmp_path):
+    image_table(names=("photo", "text")).to_parquet(tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="column 'image' is missing, and 'photo' has images"):
+        load_rows(tmp_path / "a.parquet", "t", "train")
+
+
+def test_prompts_that_are_renamed_are_not_mistaken_for_plain_texts(tmp_path):
+    write(tmp_path, "t", "train.json", json.dumps([{"question": "a", "reply": "b", "text": "a b"}]))
+    with pytest.raises(ValueError, match=r"columns 'qestion' and 'replay' are missing"):
+        load_rows(tmp_path, "t", "train", columns={"prompt": "qestion", "answer": "replay"})
+    write(tmp_path, "t", "dev.json", json.dumps(PLAIN))
+    named = {"prompt": "question", "answer": "reply", "text": "text"}  # a folder of both kinds
+    assert load_rows(tmp_path, "t", "train", columns=named) == TextRows(("a",), ("b",))
+    assert load_rows(tmp_path, "t", "dev", columns=named) == PLAIN_ROWS
+
+
+def test_plain_texts_are_no_conversations(tmp_path):
+    write(tmp_path, "t", "train.json", json.dumps([{"text": "a"}]))
+    with pytest.raises(ValueError, match="these look like plain texts, which have no conversation: leave --chat out"):
+        load_conversations(tmp_path, "t", "train")
+    with pytest.raises(ValueError, match=r"there is no column label .*; plain texts are for --preset lm"):
+        load_task(str(tmp_path / "t"))
+
+
 CHOSEN = [{**row, "choices": [row["answer"] or "x", "x", "y"]} for row in ROWS]
 CHOSEN[1]["answer"] = "x"
 
@@ -308,8 +398,8 @@ def test_files_that_are_not_there(tmp_path):
         ),
         (
             "a.json",
-            '[{"text": "p"}]',
-            r"'prompt' and 'answer' are missing, there are \['text'\]: .*prompt=NAME,answer=NAME",
+            '[{"words": "p"}]',
+            r"'prompt' and 'answer' are missing, there are \['words'\]: .*prompt=NAME,answer=NAME",
         ),
         (
             "a.csv",

@@ -1,6 +1,7 @@
 """Training text: what is encoded, cut, padded and supervised, on tokenizers trained on the spot."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,44 @@ def test_prompt_middle_without_room_cuts_the_answer_after_bos(plain):
     _, answer = pieces(plain, *row)
     (example,) = encode([row], plain, max_length=len(answer), truncate="prompt-middle")
     assert example.input_ids == (BOS, *answer[:-1])
+
+
+@pytest.mark.parametrize("limit", [2, 3, 5, 8, 512])
+def test_windows_predict_every_token_of_a_text_but_the_first_once(plain, limit):
+    texts = [" ".join(row) for row in ROWS] * 2
+    found = text.windows(texts, plain, vocabulary=SIZE, max_length=limit)
+    for own, windows in zip(texts, found, strict=True):
+        ids = (*plain(own)["input_ids"], EOS)
+        assert windows[0].input_ids == ids[:limit]
+        assert all(window.labels is window.input_ids for window in windows)
+        assert all(len(window.input_ids) == limit for window in windows[:-1])
+        assert 2 <= len(windows[-1].input_ids) <= limit
+        assert sum((window.labels[1:] for window in windows), ids[:1]) == ids
+        # each continues with the token that the one before has ended with
+        assert all(a.input_ids[-1] == b.input_ids[0] for a, b in pairwise(windows))
+        assert len(windows) == -(-(len(ids) - 1) // (limit - 1))
+
+
+def test_windows_of_a_text_as_long_as_the_limit_are_one(plain):
+    (whole,) = text.windows(["Is water wet?"], plain, vocabulary=SIZE)
+    length = len(whole[0].input_ids)
+    counts = [
+        len(text.windows(["Is water wet?"], plain, vocabulary=SIZE, max_length=length - less)[0]) for less in (0, 1)
+    ]
+    assert (len(whole), counts) == (1, [1, 2])
+
+
+def test_windows_refuse_what_encode_refuses(plain):
+    with pytest.raises(ValueError, match="max_length is 1, must be at least 2"):
+        text.windows(["a"], plain, vocabulary=SIZE, max_length=1)
+    with pytest.raises(ValueError, match="no EOS token"):
+        text.windows(["a"], tokenizer(eos=False), vocabulary=SIZE)
+    outside = tokenizer(wide=True)
+    with pytest.raises(ValueError, match="the embedding has 270 rows"):
+        text.windows(["x"], outside, vocabulary=SIZE)
+    bare = tokenizer(bos=False)
+    with pytest.raises(ValueError, match="the tokenizer finds no token in rows 1 and 2: remove these texts"):
+        text.windows(["a", "", ""], bare, vocabulary=SIZE)
 
 
 def test_collate_pads_to_a_multiple_of_eight_and_supervises_no_padding():

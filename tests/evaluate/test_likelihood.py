@@ -162,6 +162,25 @@ def test_the_head_runs_at_answers_alone():
     assert seen == [sum(count for _, count in found)]
 
 
+def test_windows_of_a_row_are_summed():
+    module = Bigrams(torch.randn(30, 30, generator=torch.Generator().manual_seed(3)))
+    tokenizer = make_tokenizer()
+    rows = ["the quick abcdef", "ba", "abcdefabcdef"]
+    one, three = (text.windows(rows, tokenizer, vocabulary=30, max_length=limit) for limit in (100, 6))
+    assert [len(own) for own in one] == [1, 1, 1]
+    assert len({len(own) for own in three}) > 1
+    own = {"collate": collate, "batch_size": 2}
+
+    def read(texts, **some):
+        found = reader(ModuleLoss(module, None), weights(module), texts, **own)([""] * 3, Decoding(0), 0, **some)
+        return [tuple(map(float, line.split())) for line in found]
+
+    # a bigram sees one token, so that windows change nothing
+    assert [count for _, count in read(three)] == [count for _, count in read(one)]
+    assert [total for total, _ in read(three)] == pytest.approx([total for total, _ in read(one)], rel=1e-5)
+    assert read(three, rows=[2, 0]) == [read(three)[2], read(three)[0]]
+
+
 def test_the_likeliest_choice_is_that_of_the_largest_sum_and_the_first_of_equals():
     module = Bigrams(torch.zeros(30, 30))
     choices = [("ab", "a", "b"), ("a", "b"), ("abcd", "bc")]

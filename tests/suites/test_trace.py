@@ -196,7 +196,7 @@ def test_rows_that_are_not_cut_are_tokenized_once(load, folders):
     longest = load(max_length=whole.longest + 1)
     longest._examples("FOMC", "train")
     longest._lm = longest._lm._replace(tokenizer=None)
-    assert longest.cuts("FOMC") == (len(rows), 0, 0, 0, whole.longest)
+    assert longest.cuts("FOMC") == text.Cut(len(rows), 0, 0, 0, whole.longest)
 
 
 def test_the_vocabulary_is_hashed_once_for_all_tasks(load, monkeypatch):

@@ -37,6 +37,7 @@ SCORED = "expert", checkpoint.JOINT, "merged"
 RESULTS = "results.jsonl"
 BASE = "BASE"  # label of the base in tables
 _OF_SCORES = "metric", "rows", "max_new_tokens", "repeats"  # options of suites that say what a score is of
+_OF_TEXTS = "max_length", "rows"  # the same of plain texts
 OTHER = "folder"  # in what stands for the manifest of an expert of another tool
 
 
@@ -167,7 +168,7 @@ def evaluate(
         recipes.update({folder: dict(suites[recipe][0].recipe) for folder, recipe in own.items()})
     notes = [note for suite, _ in suites.values() for note in suite.notes] + more
     notes += _other_rows(manifests, {folder: suites[recipe][0] for folder, recipe in own.items()})
-    notes += _other_scores(manifests, {folder: suites[recipe][0].recipe for folder, recipe in own.items()})
+    notes += _other_scores(manifests, {folder: suites[recipe][0] for folder, recipe in own.items()})
     notes += _other_options(manifests, own, suites, beside) if base else []
     for line in dict.fromkeys(f"note: {note}" for note in notes):
         report(line)
@@ -302,16 +303,18 @@ def _base_problems(
     ]
 
 
-def _other_scores(manifests: Mapping[Path, Mapping[str, Any]], recipes: Mapping[Path, Mapping[str, Any]]) -> list[str]:
+def _other_scores(manifests: Mapping[Path, Mapping[str, Any]], suites: Mapping[Path, Suite]) -> list[str]:
     """Notes on checkpoints of one task whose scores are of another metric, or of other rows and decodes."""
     first: dict[str, Path] = {}
     others: dict[tuple[Path, str], dict[Path, None]] = {}
     for folder, manifest in manifests.items():
         for task in _tasks(manifest):
             before = first.setdefault(task, folder)
-            fixed = recipes[folder].get("name") == "trace" and task in TRACE_METRICS  # its metric is not an option
+            suite = suites[folder]
+            fixed = suite.recipe.get("name") == "trace" and task in TRACE_METRICS  # its metric is not an option
             names = [name for name in _OF_SCORES if name != "metric" or not fixed]
-            one, other = ({name: recipes[place].get(name) for name in names} for place in (before, folder))
+            names = list(_OF_TEXTS) if task in getattr(suite, "plain", ()) else names
+            one, other = ({name: suites[place].recipe.get(name) for name in names} for place in (before, folder))
             if differ := unlike(one, other, task):
                 others.setdefault((before, ", ".join(differ)), {})[folder] = None
     return [

@@ -112,9 +112,10 @@ def _task_line(suite: Suite, task: str, training: Training) -> str:
     if suite.cuts is None:
         return line
     cut = suite.cuts(task)
-    line = f"{line}, {cut.rows} rows of up to {cut.longest} tokens"
-    if suite.recipe.get("truncate", "right") != "right":
-        return line  # the shares are of rows that are cut on the right
+    rows = f"{cut.texts} texts in {cut.rows} windows" if cut.texts else f"{cut.rows} rows"
+    line = f"{line}, {rows} of up to {cut.longest} tokens"
+    if suite.recipe.get("truncate", "right") != "right" or (cut.texts and not cut.eos and not cut.answer):
+        return line  # the shares are of rows that are cut on the right; plain texts are not cut
     shares = f"{cut.eos:.1%} lose EOS, {cut.answer:.1%} a part of the answer, {cut.whole_answer:.1%} all of it"
     return f"{line}; cut on the right: {shares}"
 

@@ -30,7 +30,9 @@ class DataSettings:
     task in turn. --steps and --epochs are those of each task."""
     rows: Annotated[int | None, arg(help_behavior_hint=cli.open_at("all"))] = None
     """Use only the first rows of each split."""
-    metric: Annotated[str | None, arg(help_behavior_hint=cli.open_at("rouge-l, of classifiers accuracy"))] = None
+    metric: Annotated[
+        str | None, arg(help_behavior_hint=cli.open_at("rouge-l, of plain texts likelihood, of classifiers accuracy"))
+    ] = None
     """Language tasks of your own: rouge-l, label, number, exact, f1, contains, likelihood, choice, choice_norm, or a
     function as module:function. Classifiers: accuracy, balanced-accuracy, macro-f1."""
     chat: bool = False

@@ -569,11 +569,18 @@ def _probed_at(at: Smat) -> dict[str, Any]:
 
 
 def cut_notes(suite: Suite, tasks: Sequence[str]) -> list[str]:
-    """Notes on tasks with training rows that lose their end, so that an expert does not learn whole answers."""
-    if suite.cuts is None or suite.recipe.get("truncate", "right") != "right":
+    """Notes on training rows that lose their end, so that answers are not learned whole, and on split texts."""
+    if suite.cuts is None:
         return []
     notes = []
     for task, cut in ((task, suite.cuts(task)) for task in tasks):
+        if cut.rows > cut.texts > 0:
+            notes.append(
+                f"note: some of the {cut.texts} training texts of {task} have more than max_length "
+                f"{suite.recipe['max_length']} tokens: all are trained as {cut.rows} windows"
+            )
+        if suite.recipe.get("truncate", "right") != "right":
+            continue  # the shares are of rows that are cut on the right
         cut_rows, part, whole = (round(share * cut.rows) for share in (cut.eos, cut.answer, cut.whole_answer))
         middle = ", or truncate prompt-middle," if cut_rows else ""  # not of encoder-decoders, which lose answers alone
         if cut_rows or part:
