@@ -28,7 +28,7 @@ from smat_fn.models import FullLoss, parameters
 from smat_fn.report.tables import main_table, markdown
 from smat_fn.scripts.evaluate.evaluation import evaluate, find_checkpoints, verdict, write_report
 from smat_fn.scripts.merge.inputs import load_inputs
-from smat_fn.scripts.merge.merging import merge_run
+from smat_fn.scripts.merge.merging import Request, merge_run
 from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.training import train_run
 from smat_fn.suites import Suite, load_suite, task_names
@@ -199,14 +199,16 @@ def main(args: Tiny) -> None:
             print(f"{name} {task}: loss on its rows {before[task]:.3f} -> {after:.3f} in {steps} steps")
         print(f"{name} experts: {_since(started)}")
         merge_run(
-            list(preset.mergers.values()),
-            folder / "base",
-            [folder / task for task in tasks],
-            out=folder / "merged",
-            search=True,
-            seed=args.seed,
-            overwrite=True,
-            options=CPU,
+            Request(
+                list(preset.mergers.values()),
+                folder / "base",
+                [folder / task for task in tasks],
+                out=folder / "merged",
+                search=True,
+                seed=args.seed,
+                overwrite=True,
+                options=CPU,
+            )
         )
         print(f"{name} merged: {_since(started)}")
     folders = find_checkpoints([args.out / name / part for name in args.methods for part in (*tasks, "merged")])

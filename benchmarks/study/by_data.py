@@ -136,12 +136,12 @@ def tested(trial: Trial, suite: Suite, models: Mapping[str, Leaves], coefs: Mapp
 def searched(trial: Trial, folder: Path, *, moments: bool) -> dict[str, Model]:
     """Fisher averaging and RegMean from statistics beside the experts, the coefficient chosen on dev."""
     from smat_fn.scripts.merge.inputs import find_inputs
-    from smat_fn.scripts.merge.merging import merge_run
+    from smat_fn.scripts.merge.merging import Request, merge_run
 
     found, inputs = dict[str, Model](), find_inputs(folder)
     ways = {"merged": CONFIGS, **({"adam": (Fisher(weights_from="adam"),)} if moments else {})}
     for name, configs in ways.items():
-        made = merge_run(configs, *inputs, out=folder / name, search=True, widen=trial.widen, seed=0)
+        made = merge_run(Request(configs, *inputs, out=folder / name, search=True, widen=trial.widen, seed=0))
         ending = "" if name == "merged" else f"_{name}"
         for path, own in made.items():
             found[f"{path.name}{ending}".upper()] = Model(own.params, own.dev, own.coef, {"edge": own.edge})

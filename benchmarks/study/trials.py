@@ -137,7 +137,7 @@ def _time_left(left: Sequence[Trial], seconds: Mapping[Kind, Sequence[float]], j
 
 def _train_and_merge(trial: Trial, folder: Path) -> Outcome:
     from smat_fn.scripts.merge.inputs import find_inputs
-    from smat_fn.scripts.merge.merging import merge_run
+    from smat_fn.scripts.merge.merging import Request, merge_run
     from smat_fn.scripts.train.options import RunOptions
     from smat_fn.scripts.train.training import train_run
 
@@ -152,7 +152,7 @@ def _train_and_merge(trial: Trial, folder: Path) -> Outcome:
         torch.cuda.empty_cache()  # other processes share the GPU
     peak = memory.process_peak() if measured else None
     inputs, out, coefs = find_inputs(folder), folder / "merged", trial.coefs
-    merged = merge_run(trial.merging(), *inputs, out=out, search=True, coefs=coefs, widen=trial.widen, seed=0)
+    merged = merge_run(Request(trial.merging(), *inputs, out=out, search=True, coefs=coefs, widen=trial.widen, seed=0))
     dev = {path.name: model.dev for path, model in merged.items()}
     return {
         "label": trial.label,

@@ -318,7 +318,7 @@ def runs(suite, tmp_path_factory):
         configs = [
             c.__class__(**{**vars(c), **({"coef": COEF} if "coef" in vars(c) else {})}) for c in DIGITS.mergers.values()
         ]
-        merging.merge_run(configs, *find_inputs(out), out=out / "merged", search=False, seed=0)
+        merging.merge_run(merging.Request(configs, *find_inputs(out), out=out / "merged", search=False, seed=0))
     return folder / "ft", folder / "smat"
 
 

@@ -25,7 +25,7 @@ from smat_fn.scripts.evaluate.evaluation import evaluate
 from smat_fn.scripts.merge.by_data import adapt, regress
 from smat_fn.scripts.merge.exporting import export
 from smat_fn.scripts.merge.inputs import find_inputs
-from smat_fn.scripts.merge.merging import merge_run
+from smat_fn.scripts.merge.merging import Request, merge_run
 from smat_fn.scripts.merge.settings import AdaMerging, RegMeanPlus
 from smat_fn.scripts.train.joint import joint_run
 from smat_fn.scripts.train.options import RunOptions
@@ -532,7 +532,7 @@ def test_tasks_that_come_later_join_a_run_and_other_class_names_do_not(load, tmp
     suite = (write_task(rows, "MNIST", NAMES["MNIST"]), train())[1]
     assert "shapes: already finished" in told
     found = find_inputs(out)
-    merge_run([TaskArithmetic(coef=0.5)], *found, out=tmp_path / "merged", search=True, seed=0)
+    merge_run(Request([TaskArithmetic(coef=0.5)], *found, out=tmp_path / "merged", search=True, seed=0))
     recipe = checkpoint.load_manifest(tmp_path / "merged/ta")["suite"]
     assert recipe == {**suite.recipe, "tasks": recipe["tasks"]}
     with pytest.raises(

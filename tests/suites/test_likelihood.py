@@ -17,7 +17,7 @@ from smat_fn.evaluate.likelihood import log_likelihoods
 from smat_fn.evaluate.records import Journal
 from smat_fn.scripts.evaluate import evaluation
 from smat_fn.scripts.merge.inputs import find_inputs
-from smat_fn.scripts.merge.merging import merge_run
+from smat_fn.scripts.merge.merging import Request, merge_run
 from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.training import train_run
 from smat_fn.suites import load_suite
@@ -321,7 +321,7 @@ def test_a_search_and_scores_by_likelihood_resume(load, folders, tmp_path, monke
     suite = load()
     train_run(suite, Finetune(), Training(steps=6, lr=1e-2), RunOptions(tmp_path / "run", suite.tasks, 3))
     (merged,) = merge_run(
-        [TaskArithmetic()], *find_inputs(tmp_path / "run"), out=tmp_path / "run/merged", search=True, seed=0
+        Request([TaskArithmetic()], *find_inputs(tmp_path / "run"), out=tmp_path / "run/merged", search=True, seed=0)
     )
     curve = json.loads((merged / "manifest.json").read_text())["dev_curve"]
     assert len(curve) == 10

@@ -29,7 +29,7 @@ from smat_fn.scripts import entry
 from smat_fn.scripts.evaluate.evaluation import evaluate
 from smat_fn.scripts.merge.by_data import adapt, regress
 from smat_fn.scripts.merge.inputs import load_inputs, read_statistics
-from smat_fn.scripts.merge.merging import merge_run
+from smat_fn.scripts.merge.merging import Request, merge_run
 from smat_fn.scripts.merge.settings import AdaMerging, RegMeanPlus, Statistics
 from smat_fn.scripts.merge.statistics import batches_of, length, make_statistics, without_padding
 from smat_fn.scripts.merge.whole_models import suite_part, whole_base
@@ -652,8 +652,8 @@ def test_classifiers_with_heads_of_their_own_are_searched_and_scored_as_their_en
     def searched(base, kind=""):
         experts = [Path(f"{task}={tmp_path / task}{kind}") for task in CLASSES]
         out, told = tmp_path / f"{base.name}{kind}-merged", list[str]()
-        given = {"search": True, "seed": 0, "implied": implied, "coefs": [0.5], "report": told.append}
-        merge_run([TaskArithmetic()], base, experts, out=out, **given)
+        given = {"search": True, "seed": 0, "implied": implied, "coefs": [0.5]}
+        merge_run(Request([TaskArithmetic()], base, experts, out=out, **given), told.append)
         return *checkpoint.load_leaves(out / "ta"), "; ".join(told), [out / "ta", *experts]
 
     wanted, plain, told, _ = searched(folders / "model", "-encoder")

@@ -27,7 +27,7 @@ from smat_fn.models import causal_lm
 from smat_fn.optim import adamw
 from smat_fn.scripts.evaluate import evaluation
 from smat_fn.scripts.merge.inputs import facts_of, find_inputs, load_inputs
-from smat_fn.scripts.merge.merging import merge_run
+from smat_fn.scripts.merge.merging import Request, merge_run
 from smat_fn.scripts.train.joint import joint_run
 from smat_fn.scripts.train.loop import budget
 from smat_fn.scripts.train.options import RunOptions
@@ -1048,8 +1048,8 @@ def test_a_task_that_comes_later_joins_a_run_whose_model_and_data_have_moved(loa
         rf"'FOMC' is of another suite than the first \(model .*, data {tmp_path / 'rows'}, of the first {data}\): --d"
     )
     with pytest.raises(ValueError, match=differ):
-        merge_run(merger, *find_inputs(out), **search)
-    merge_run(merger, *find_inputs(out), **search, options=places)
+        merge_run(Request(merger, *find_inputs(out), **search))
+    merge_run(Request(merger, *find_inputs(out), **search, options=places))
     assert facts_of(*find_inputs(out), load_inputs(*find_inputs(out)).manifests, 0)["suite"]["tasks"] == [
         "FOMC",
         "A first one",

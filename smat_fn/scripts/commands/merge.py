@@ -442,26 +442,26 @@ def in_memory(
     given = {own.name: (getattr(part, own.name), own.default) for part in parts for own in fields(part)}
     if extra := [f"--{name.replace('_', '-')}" for name in ON_DISK if given[name][0] not in ({}, given[name][1])]:
         raise ValueError(f"{', '.join(extra)}: not available with --search or --calibrate, which merge in memory")
-    merging.merge_run(
+    asked = merging.Request(
         configs,
         base,
         experts,
-        out=args.output.out,
+        args.output.out,
         search=args.choice.search,
-        calibration=CALIBRATION_COEFS[preset.family] if args.choice.calibrate else {},
         seed=args.choice.seed,
+        calibration=CALIBRATION_COEFS[preset.family] if args.choice.calibrate else {},
         overwrite=args.output.overwrite,
         options=cli.with_named(args.choice.suite_options, data=args.choice.data),
         implied={"name": preset.suite, **preset.options} if args.choice.preset else {},
         coefs=args.choice.grid,
         widen=args.choice.widen,
         over=over_of(type(configs[0]), args.choice.search_over),
+        snapshots=find_snapshots(args.inputs.run, experts) if args.choice.snapshots and args.inputs.run else {},
         sweeps=args.choice.per_layer,
         trials=args.choice.trials,
-        snapshots=find_snapshots(args.inputs.run, experts) if args.choice.snapshots and args.inputs.run else {},
         lines=args.choice.lines,
-        report=outcome.line,
     )
+    merging.merge_run(asked, outcome.line)
     return ()
 
 

@@ -33,99 +33,29 @@ from .suite import common_suite, made_problems, of_base
 SAME = "all experts equal the base: the merged model is the base, train longer or give other experts"
 # facts that tell merges apart
 COMPARED = "merger", "asked", "merge_seed", "suite", "base_fingerprint", "experts", "label"
-
-
-# over 60 lines: its docstring explains every argument
-def merge_run(
-    configs: Sequence[MergerConfig],
-    base: Path,
-    experts: Sequence[Path],
-    *,
-    out: Path,
-    search: bool,
-    calibration: Mapping[str, float] = MappingProxyType({}),
-    seed: int,
-    overwrite: bool = False,
-    options: Mapping[str, Any] = MappingProxyType({}),
-    implied: Mapping[str, Any] = MappingProxyType({}),
-    coefs: Sequence[float] = (),
-    widen: bool = False,
-    over: Over = MappingProxyType({}),
-    snapshots: Mapping[int, Sequence[Path]] = MappingProxyType({}),
-    sweeps: int = 0,
-    trials: int = 0,
-    lines: tuple[float, float] | None = None,
-    report: Callable[[str], None] = lambda line: None,
-) -> dict[Path, Merged]:
-    """Merge by each merger into ``out/<merger>``.
-
-    Scores of a search are kept in ``out/scores.jsonl`` as they come: an interrupted search resumes from there, and the
-    next one on the same inputs finds them (`Scorer`). A folder that holds this very merge, by its manifest and its
-    bytes, stays as it is.
-
-    Args:
-        configs: mergers with their options.
-        base, experts: folders or hub names.
-        out: folder for the merged models.
-        search: choose open coefficients on dev, and score every merged model there.
-        calibration: first choose the sparsity of TIES, DARE and DELLA on dev at these coefficients.
-        seed: of random masks.
-        overwrite: merge again where a folder exists.
-        options: of the suite, instead of those in the experts' manifests.
-        implied: name and options of the suite of experts that name none; its model is then base.
-        coefs: that a search tries (default: the merger's own, `Merger.grid`).
-        widen: try more as long as the best one is at an edge of those, ten at most.
-        over: with a search by one merger, values to try by option; every combination is searched (`merge_one`), and
-            ``configs`` may hold any values of these options.
-        snapshots: with a search, folders of the same experts by number, ``experts`` the last (`find_snapshots`): the
-            number is chosen on dev too, by each merger, and is in its manifest.
-        sweeps: over the blocks, after a search, to choose a coefficient for each (`merge.select_coefs`); 0: none.
-        trials: models with other weights of the experts to try after a search by one merger that has weights
-            (`merge.select_weights`); 0: none.
-        lines: factors of coefficients by depth, at the first and at the last block (LiNeS).
-        report: called with a line for each combination of ``over``, and those of `summary`, as soon as they are known.
-    Returns: merged models by folder.
-    Raises: ValueError that lists all problems of inputs, options and outputs before any merging.
-    """
-    asked = Request(**{name: given for name, given in locals().items() if name != "report"})
-    inputs, suite, facts, kept = _checked(asked)
-    note = ""
-    if len(kept) < len(configs):
-        sizes = merge.norms(inputs.base, inputs.experts)
-        note = merge.norms_note(sizes) if any(sizes.values()) else SAME
-        for said in suite.notes if suite is not None else ():
-            report(f"note: {said}")
-    with score_bar() as bar:
-        scorer = None if suite is None else Scorer(suite, Records(out), about=about(inputs), bar=bar)
-        for config in configs:
-            if (folder := out / config.name) not in kept:
-                own = facts[config.name]
-                kept[folder] = _merged(config, asked, inputs, scorer, note=note, facts=own, report=report)
-            for line in summary({folder: kept[folder]}):
-                report(line)
-    return {out / config.name: kept[out / config.name] for config in configs}
+_NONE: Mapping[Any, Any] = MappingProxyType({})
 
 
 class Request(NamedTuple):
-    """The arguments of `merge_run`."""
+    """What `merge_run` merges, how, and where to."""
 
-    configs: Sequence[MergerConfig]
-    base: Path
+    configs: Sequence[MergerConfig]  # mergers with their options
+    base: Path  # a folder or a hub name
     experts: Sequence[Path]
-    out: Path
-    search: bool
-    calibration: Mapping[str, float]
-    seed: int
-    overwrite: bool
-    options: Mapping[str, Any]
-    implied: Mapping[str, Any]
-    coefs: Sequence[float]
-    widen: bool
-    over: Over
-    snapshots: Mapping[int, Sequence[Path]]
-    sweeps: int
-    trials: int
-    lines: tuple[float, float] | None
+    out: Path  # folder for the merged models
+    search: bool  # choose open coefficients on dev, and score every merged model there
+    seed: int  # of random masks
+    calibration: Mapping[str, float] = _NONE  # first choose the sparsity of these mergers on dev, at this coefficient
+    overwrite: bool = False  # merge again where a folder exists
+    options: Mapping[str, Any] = _NONE  # of the suite, instead of those in the experts' manifests
+    implied: Mapping[str, Any] = _NONE  # name and options of the suite of experts that name none; its model is base
+    coefs: Sequence[float] = ()  # that a search tries; none: the merger's own, `Merger.grid`
+    widen: bool = False  # try more as long as the best one is at an edge of those, ten at most
+    over: Over = _NONE  # values to try by option, in a search by one merger: ``configs`` may hold any of them
+    snapshots: Mapping[int, Sequence[Path]] = _NONE  # of a search: folders by number, ``experts`` the last
+    sweeps: int = 0  # over the blocks, after a search, to choose a coefficient for each (`merge.select_coefs`)
+    trials: int = 0  # models with other weights of the experts, tried after a search (`merge.select_weights`)
+    lines: tuple[float, float] | None = None  # factors of coefficients at the first and the last block (LiNeS)
 
     def of(self, config: MergerConfig) -> dict[str, Any]:
         """The request for one merger, as its manifest has it."""
@@ -139,6 +69,37 @@ class Request(NamedTuple):
         own |= {"snapshots": _prints(self.snapshots)} if self.snapshots else {}
         own |= {"search": self.search, "suite": dict(self.options), **({"widen": True} if self.widen else {})}
         return own | ({} if self.lines is None else {"lines": list(self.lines)})
+
+
+def merge_run(asked: Request, report: Callable[[str], None] = lambda line: None) -> dict[Path, Merged]:
+    """Merge by each merger into ``out/<merger>``.
+
+    Scores of a search are kept in ``out/scores.jsonl`` as they come: an interrupted search resumes from there, and the
+    next one on the same inputs finds them (`Scorer`). A folder that holds this very merge, by its manifest and its
+    bytes, stays as it is.
+
+    Args: report: called with a line for each combination of ``over``, and those of `summary`, as soon as they are
+        known.
+    Returns: merged models by folder.
+    Raises: ValueError that lists all problems of inputs, options and outputs before any merging.
+    """
+    inputs, suite, facts, kept = _checked(asked)
+    note = ""
+    if len(kept) < len(asked.configs):
+        sizes = merge.norms(inputs.base, inputs.experts)
+        note = merge.norms_note(sizes) if any(sizes.values()) else SAME
+        for said in suite.notes if suite is not None else ():
+            report(f"note: {said}")
+    folders = {asked.out / config.name: config for config in asked.configs}
+    with score_bar() as bar:
+        scorer = None if suite is None else Scorer(suite, Records(asked.out), about=about(inputs), bar=bar)
+        for folder, config in folders.items():
+            if folder not in kept:
+                own = facts[config.name]
+                kept[folder] = _merged(config, asked, inputs, scorer, note=note, facts=own, report=report)
+            for line in summary({folder: kept[folder]}):
+                report(line)
+    return {folder: kept[folder] for folder in folders}
 
 
 def _checked(asked: Request) -> tuple[Inputs, Suite | None, dict[str, dict[str, Any]], dict[Path, Merged]]:

@@ -22,7 +22,7 @@ from smat_fn.scripts.analyse.scores import ExpertsCurve, experts_curve
 from smat_fn.scripts.evaluate import evaluation
 from smat_fn.scripts.evaluate.evaluation import evaluate, find_checkpoints, verdict, write_report
 from smat_fn.scripts.merge.inputs import find_inputs
-from smat_fn.scripts.merge.merging import merge_run
+from smat_fn.scripts.merge.merging import Request, merge_run
 from smat_fn.suites import load_suite
 from smat_fn.testing import assert_trees_equal
 
@@ -41,7 +41,9 @@ def merged(runs, tmp_path_factory):
     """Models merged at a fixed coefficient, by run: all five mergers of FT, two of SMAT."""
     out = tmp_path_factory.mktemp("merged")
     for name, run in runs.items():
-        merge_run(FIXED if name == "ft" else FIXED[:2], *find_inputs(run), out=out / name, search=False, seed=0)
+        merge_run(
+            Request(FIXED if name == "ft" else FIXED[:2], *find_inputs(run), out=out / name, search=False, seed=0)
+        )
     return {name: out / name for name in runs}
 
 
@@ -138,7 +140,7 @@ def test_experts_are_scored_on_their_task_and_merged_models_on_theirs(rows, fold
 
 def test_a_merge_of_two_experts_is_scored_on_two_tasks(runs, suite, tmp_path):
     experts = [runs["ft"] / "stripes", runs["ft"] / "mirror"]
-    merge_run([TaskArithmetic(coef=0.5)], runs["ft"] / "base", experts, out=tmp_path, search=False, seed=0)
+    merge_run(Request([TaskArithmetic(coef=0.5)], runs["ft"] / "base", experts, out=tmp_path, search=False, seed=0))
     named = []
     rows = evaluate([tmp_path / "ta"], split="dev", on_model=named.append)
     params, _ = checkpoint.load_leaves(tmp_path / "ta")

@@ -13,7 +13,7 @@ from smat_fn.scripts.evaluate.evaluation import evaluate, find_checkpoints, writ
 from smat_fn.scripts.evaluate.sources import read_sources
 from smat_fn.scripts.merge import streaming
 from smat_fn.scripts.merge.inputs import find_inputs
-from smat_fn.scripts.merge.merging import merge_run
+from smat_fn.scripts.merge.merging import Request, merge_run
 
 OWN, OTHERS = ("rot90", "mirror"), ("negative", "stripes")
 
@@ -24,7 +24,7 @@ def folders(train, tmp_path_factory):
     run = tmp_path_factory.mktemp("two") / "ft"
     train(run, "ft", tasks=OWN)
     configs = [TaskArithmetic(coef=0.4), WeightAverage()]
-    merge_run(configs, *find_inputs(run), out=run / "merged", search=False, seed=0)
+    merge_run(Request(configs, *find_inputs(run), out=run / "merged", search=False, seed=0))
     return find_checkpoints([run])
 
 

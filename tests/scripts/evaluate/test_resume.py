@@ -19,7 +19,7 @@ from smat_fn.evaluate.decoding import generator
 from smat_fn.scripts.analyse.predictions import Disentanglement, disentanglement
 from smat_fn.scripts.evaluate.evaluation import evaluate
 from smat_fn.scripts.merge.inputs import find_inputs
-from smat_fn.scripts.merge.merging import merge_run
+from smat_fn.scripts.merge.merging import Request, merge_run
 from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.training import train_run
 from smat_fn.suites import load_suite
@@ -50,7 +50,7 @@ def world(tmp_path_factory):
     suite, preset = load_suite("trace", seed=3, **given), preset_of("llama-3.2-1b")
     training = replace(preset.training, steps=2, epochs={}, lr=1e-2)
     train_run(suite, preset.methods["ft"], training, RunOptions(root / "run", suite.tasks, 3))
-    merge_run([TaskArithmetic(0.5)], *find_inputs(root / "run"), out=root / "run/merged", search=False, seed=0)
+    merge_run(Request([TaskArithmetic(0.5)], *find_inputs(root / "run"), out=root / "run/merged", search=False, seed=0))
     return root
 
 

@@ -9,7 +9,7 @@ from smat_fn import checkpoint, merge
 from smat_fn.config import TaskArithmetic, TsvMerge, WeightAverage
 from smat_fn.scripts.merge import commands, merging, settings
 from smat_fn.scripts.merge.inputs import find_inputs, load_inputs
-from smat_fn.scripts.merge.merging import merge_run
+from smat_fn.scripts.merge.merging import Request, merge_run
 
 
 def same(a, b):
@@ -24,7 +24,7 @@ def test_every_block_gets_the_coefficient_of_the_best_dev_score(config, runs, su
     experts = [path for path in experts if path.name in ("rot90", "mirror")]
     coefs, tasks = (0.3, 1.0, 1.7), ("mirror", "rot90")
     options = {"out": tmp_path, "search": True, "seed": 0, "coefs": coefs}
-    (found,) = merge_run([config], base, experts, sweeps=2, **options).values()
+    (found,) = merge_run(Request([config], base, experts, sweeps=2, **options)).values()
     inputs = load_inputs(base, experts)
     vector = merge.vector_by(config, inputs.base, inputs.experts)
 
@@ -43,15 +43,15 @@ def test_every_block_gets_the_coefficient_of_the_best_dev_score(config, runs, su
     assert "each block in its turn" in (tmp_path / config.name / "README.md").read_text()
     commands.from_recipe(settings.FromRecipe(tmp_path / config.name / checkpoint.RECIPE, tmp_path / "disk"))
     assert same(checkpoint.load_leaves(tmp_path / "disk" / config.name)[0], found.params)
-    (again,) = merge_run([config], base, experts, sweeps=2, **options).values()
+    (again,) = merge_run(Request([config], base, experts, sweeps=2, **options)).values()
     assert again.kept
     assert ", then by block, dev " in next(iter(merging.summary({tmp_path: again})))
     with pytest.raises(ValueError, match=r"holds another merge: its asked\.sweeps is 2"):
-        merge_run([config], base, experts, sweeps=1, **options)
+        merge_run(Request([config], base, experts, sweeps=1, **options))
 
 
 def test_a_merger_without_a_coefficient_is_as_it_was(runs, tmp_path):
     (found,) = merge_run(
-        [WeightAverage()], *find_inputs(runs["ft"]), out=tmp_path, search=True, seed=0, sweeps=1
+        Request([WeightAverage()], *find_inputs(runs["ft"]), out=tmp_path, search=True, seed=0, sweeps=1)
     ).values()
     assert found.layers is None

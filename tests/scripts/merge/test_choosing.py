@@ -17,7 +17,7 @@ from smat_fn.scripts.merge import choosing
 from smat_fn.scripts.merge import suite as scoring
 from smat_fn.scripts.merge.choosing import Models, Tried, calibrate, merge_one, total
 from smat_fn.scripts.merge.inputs import Inputs, find_inputs, load_inputs
-from smat_fn.scripts.merge.merging import merge_run
+from smat_fn.scripts.merge.merging import Request, merge_run
 
 TIES = Ties(keep=0.5, aggregate="sum", scope="global")
 TWO = ("stripes", "mirror")
@@ -49,7 +49,9 @@ def search(runs, out, configs, name="ft", **options):
     base, _ = find_inputs(runs[name])
     experts = [runs[name] / task for task in options.pop("tasks", TWO)]
     given = {"search": True, "seed": 0, "overwrite": True, **options}
-    return {folder.name: model for folder, model in merge_run(configs, base, experts, out=out, **given).items()}
+    return {
+        folder.name: model for folder, model in merge_run(Request(configs, base, experts, out=out, **given)).items()
+    }
 
 
 def test_an_average_in_memory_has_the_counts_of_base_where_the_experts_differ(inputs):
@@ -390,7 +392,7 @@ def test_a_search_hashes_base_experts_and_results_once(counted, runs, tmp_path, 
     monkeypatch.setattr(checkpoint, "fingerprint", lambda tree: hashed.append(true(tree)) or hashed[-1])
     experts = [runs["ft"] / "stripes", alone]
     (found,) = merge_run(
-        [TaskArithmetic(0.3)], runs["ft"] / "base", experts, out=tmp_path / "out", search=True, seed=0
+        Request([TaskArithmetic(0.3)], runs["ft"] / "base", experts, out=tmp_path / "out", search=True, seed=0)
     ).values()
     assert len(counted.calls) == 2
     made = checkpoint.load_manifest(tmp_path / "out" / "ta")

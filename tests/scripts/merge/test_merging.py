@@ -40,7 +40,7 @@ from smat_fn.scripts.merge import commands, merging, settings, streaming
 from smat_fn.scripts.merge import suite as suite_of
 from smat_fn.scripts.merge.choosing import Merged, calibrate, merge_one
 from smat_fn.scripts.merge.inputs import Inputs, find_inputs, load_inputs, trained_by
-from smat_fn.scripts.merge.merging import merge_run, notes_of, summary, tied
+from smat_fn.scripts.merge.merging import Request, merge_run, notes_of, summary, tied
 
 MERGERS = list(DIGITS.mergers.values())
 TA, TWO = TaskArithmetic(coef=0.3), ("stripes", "mirror")
@@ -51,7 +51,7 @@ def merged(runs, tmp_path_factory):
     """All five mergers of two SMAT experts, coefficients by search."""
     out, experts = tmp_path_factory.mktemp("merged"), [runs["smat"] / task for task in TWO]
     options = {"search": True, "seed": 5, "coefs": (0.2, 0.5, 0.8)}
-    return merge_run(MERGERS, runs["smat"] / "base", experts, out=out, **options)
+    return merge_run(Request(MERGERS, runs["smat"] / "base", experts, out=out, **options))
 
 
 def tiny(*tasks):
@@ -112,7 +112,9 @@ def test_the_same_inputs_merge_to_the_same_bits_and_another_seed_masks_otherwise
     open_at = [TaskArithmetic(coef=0.4), Dare(coef=0.4, drop_prob=0.3), Della(coef=0.4, drop_prob=0.1, window=0.14)]
     prints = []
     for number, seed in enumerate((5, 5, 6)):
-        done = merge_run(open_at, *find_inputs(runs["smat"]), out=tmp_path / str(number), search=False, seed=seed)
+        done = merge_run(
+            Request(open_at, *find_inputs(runs["smat"]), out=tmp_path / str(number), search=False, seed=seed)
+        )
         prints.append([checkpoint.fingerprint(model.params) for model in done.values()])
     assert prints[0] == prints[1]
     assert [a == b for a, b in zip(prints[0], prints[2], strict=True)] == [True, False, False]
@@ -170,13 +172,13 @@ def test_search_takes_the_largest_mean_and_the_smaller_of_equal_coefficients(sui
 def test_a_given_coefficient_needs_neither_suite_nor_scores(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(suite_of, "load_suite", lambda **recipe: pytest.fail("the suite is not needed"))
     configs = [WeightAverage(), TA]
-    done = merge_run(configs, *find_inputs(runs["ft"]), out=tmp_path, search=False, seed=0)
+    done = merge_run(Request(configs, *find_inputs(runs["ft"]), out=tmp_path, search=False, seed=0))
     assert [(model.coef, model.dev, model.curve) for model in done.values()] == [(None, {}, ()), (0.3, {}, ())]
     assert "| rot90 | | `" in (tmp_path / "ta" / "README.md").read_text()
 
 
 def test_a_given_coefficient_is_kept_by_a_search_and_scored(runs, suite, tmp_path):
-    (model,) = merge_run([TA], *find_inputs(runs["ft"]), out=tmp_path, search=True, seed=0).values()
+    (model,) = merge_run(Request([TA], *find_inputs(runs["ft"]), out=tmp_path, search=True, seed=0)).values()
     assert model.coef == 0.3
     assert model.curve == ()
     assert model.dev == {task: suite.score(model.params, task, "dev") for task in suite.tasks}
@@ -210,7 +212,7 @@ def test_a_calibrated_run_merges_at_the_chosen_sparsity(runs, tmp_path):
     inputs = find_inputs(runs["ft"])
     options = {"out": tmp_path, "search": False, "calibration": merge.CALIBRATION_COEFS["vision"], "seed": 0}
     ties = Ties(coef=0.6, keep=1.0, aggregate="sum", scope="global")
-    (model,) = merge_run([ties], *inputs, **options).values()
+    (model,) = merge_run(Request([ties], *inputs, **options)).values()
     keep = checkpoint.load_manifest(tmp_path / "ties")["hyperparameters"]["keep"]
     assert keep in merge.TIES_KEEPS
     base, experts, *_ = load_inputs(*inputs)
@@ -221,7 +223,7 @@ def test_a_sparsity_that_calibration_cannot_try_is_told_before_any_is_scored(tmp
     della, inputs = Della(drop_prob=0.1, window=0.2), (tmp_path / "base", [tmp_path / "expert"])
     told = "calibration of della: drop_prob 0.9 and window 0.2 give keep probabilities from .* take a smaller window; "
     with pytest.raises(ValueError, match=told):  # what is missing follows
-        merge_run([della], *inputs, out=tmp_path, search=False, calibration={"della": 1.0}, seed=0)
+        merge_run(Request([della], *inputs, out=tmp_path, search=False, calibration={"della": 1.0}, seed=0))
 
 
 def test_inputs_are_refused_all_at_once(runs, suite, tmp_path):
@@ -276,7 +278,7 @@ def test_options_outputs_and_inputs_are_refused_before_any_merging(runs, tmp_pat
         Della(coef=0.1, drop_prob=0.01, window=0.14),
     ]
     with pytest.raises(ValueError, match="coef is inf") as error:
-        merge_run(configs, runs["ft"] / "bass", [runs["ft"] / "rot90"], out=tmp_path, search=False, seed=0)
+        merge_run(Request(configs, runs["ft"] / "bass", [runs["ft"] / "rot90"], out=tmp_path, search=False, seed=0))
     text = str(error.value)
     for part in ("ta exists", "keep is 2.0", "dare needs a coefficient: give --coef, or --search", "drop_prob is 1.0"):
         assert part in text
@@ -288,13 +290,13 @@ def test_options_outputs_and_inputs_are_refused_before_any_merging(runs, tmp_pat
 def test_a_merger_of_another_number_of_experts_is_refused_before_any_merging(runs, tmp_path):
     configs = [Slerp(), WiseFt(coef=0.5), WeightedAverage(weights=(1.0, 2.0))]
     with pytest.raises(ValueError, match=r"slerp takes exactly 2; .*wise_ft takes exactly 1; weights holds 2 numbers"):
-        merge_run(configs, *find_inputs(runs["ft"]), out=tmp_path / "out", search=False, seed=0)
+        merge_run(Request(configs, *find_inputs(runs["ft"]), out=tmp_path / "out", search=False, seed=0))
     assert not (tmp_path / "out").exists()
 
 
 def test_a_search_finds_the_coefficient_of_other_mergers_too(runs, suite, tmp_path):
     base, experts = runs["ft"] / "base", [runs["ft"] / task for task in TWO]
-    done = merge_run([MagMax(), Slerp()], base, experts, out=tmp_path, search=True, seed=0)
+    done = merge_run(Request([MagMax(), Slerp()], base, experts, out=tmp_path, search=True, seed=0))
     magmax, slerp = done.values()
     assert [coef for coef, _ in magmax.curve] == list(merge.COEFS)
     assert (slerp.coef, slerp.curve) == (0.5, ())
@@ -306,25 +308,27 @@ def test_a_search_finds_the_coefficient_of_other_mergers_too(runs, suite, tmp_pa
 
 def test_a_search_tries_the_coefficients_that_it_is_told(runs, tmp_path, monkeypatch):
     given = {"out": tmp_path, "search": True, "seed": 0}
-    (model,) = merge_run([TaskArithmetic()], *find_inputs(runs["ft"]), coefs=(0.35, 0.05), **given).values()
+    (model,) = merge_run(Request([TaskArithmetic()], *find_inputs(runs["ft"]), coefs=(0.35, 0.05), **given)).values()
     assert [coef for coef, _ in model.curve] == [0.05, 0.35]
     assert model.coef in (0.05, 0.35)
-    (kept,) = merge_run([TaskArithmetic()], *find_inputs(runs["ft"]), coefs=(0.05, 0.35), **given).values()
+    (kept,) = merge_run(Request([TaskArithmetic()], *find_inputs(runs["ft"]), coefs=(0.05, 0.35), **given)).values()
     assert kept.kept
     with pytest.raises(ValueError, match="ta holds another merge: its asked"):
-        merge_run([TaskArithmetic()], *find_inputs(runs["ft"]), **given)
+        merge_run(Request([TaskArithmetic()], *find_inputs(runs["ft"]), **given))
     monkeypatch.setattr(suite_of, "load_suite", None)  # what it does not decide is an error before it is loaded
     (tmp_path / "ties").mkdir()
     with pytest.raises(ValueError, match=r"^[^;]*ties exists[^;]*$"):
-        merge_run([Ties(keep=0.5, aggregate="sum", scope="global")], *find_inputs(runs["ft"]), **given)
+        merge_run(Request([Ties(keep=0.5, aggregate="sum", scope="global")], *find_inputs(runs["ft"]), **given))
     with pytest.raises(ValueError, match=r"coefficient inf to search is not finite; .*\[inf, inf\]: name each once"):
-        merge_run([TaskArithmetic()], *find_inputs(runs["ft"]), coefs=(math.inf, math.inf), **given)
+        merge_run(Request([TaskArithmetic()], *find_inputs(runs["ft"]), coefs=(math.inf, math.inf), **given))
 
 
 def test_a_search_scales_by_depth_and_gives_what_folders_give(runs, tmp_path):
     run, options = runs["ft"], {"search": True, "seed": 0, "coefs": [0.2, 0.4], "lines": (0.25, 1.0)}
     experts = [run / task for task in TWO]
-    ((folder, found),) = merge_run([TaskArithmetic()], run / "base", experts, out=tmp_path / "in", **options).items()
+    ((folder, found),) = merge_run(
+        Request([TaskArithmetic()], run / "base", experts, out=tmp_path / "in", **options)
+    ).items()
     manifest = checkpoint.load_manifest(folder)
     assert manifest["hyperparameters"] == {"coef": found.coef, "lines": [0.25, 1.0]}
     assert manifest["asked"]["lines"] == [0.25, 1.0]
@@ -339,14 +343,16 @@ def test_a_search_scales_by_depth_and_gives_what_folders_give(runs, tmp_path):
     for path, leaf in checkpoint.load_leaves(disk)[0].items():
         torch.testing.assert_close(leaf, expected[path], rtol=1e-5, atol=1e-7)
     with pytest.raises(ValueError, match="holds another merge: its asked"):
-        merge_run([TaskArithmetic()], run / "base", experts, out=tmp_path / "in", **options | {"lines": (0.5, 1.0)})
+        merge_run(
+            Request([TaskArithmetic()], run / "base", experts, out=tmp_path / "in", **options | {"lines": (0.5, 1.0)})
+        )
 
 
 def test_factors_by_depth_that_make_no_sense_are_refused_before_any_merging(runs, tmp_path):
     run, given = runs["ft"], {"search": False, "seed": 0, "out": tmp_path / "out"}
     experts = [run / task for task in TWO]
     with pytest.raises(ValueError, match=r"--lines nan must be finite; slerp has no task vector with a coefficient"):
-        merge_run([Slerp(coef=0.5)], run / "base", experts, lines=(float("nan"), 1.0), **given)
+        merge_run(Request([Slerp(coef=0.5)], run / "base", experts, lines=(float("nan"), 1.0), **given))
     with pytest.raises(ValueError, match="wa has no task vector with a coefficient: leave out --lines"):
         streaming.by_depth(run / "base", [WeightAverage()], (0.2, 1.0))
     with pytest.raises(ValueError, match="--lines multiplies a coefficient: pass --coef, or --search"):
@@ -366,17 +372,17 @@ def test_a_search_needs_one_suite_for_all_experts_and_its_base(runs, suite, tmp_
     recipe = dict(suite.recipe)
     experts = [runs["ft"] / "rot90", save("bare"), save("other", suite=recipe | {"seed": 5})]
     with pytest.raises(ValueError, match=r"'bare' names no suite.*'other' is of another suite"):
-        merge_run([TA], runs["ft"] / "base", experts, out=tmp_path / "out", search=True, seed=0)
+        merge_run(Request([TA], runs["ft"] / "base", experts, out=tmp_path / "out", search=True, seed=0))
     moved = suite.replace(base={path: leaf + 1 for path, leaf in suite.base.items()})
     monkeypatch.setattr(suite_of, "load_suite", lambda **recipe: moved)
     with pytest.raises(ValueError, match="gives another base here than the experts'"):
-        merge_run([TA], *find_inputs(runs["ft"]), out=tmp_path / "out", search=True, seed=0)
+        merge_run(Request([TA], *find_inputs(runs["ft"]), out=tmp_path / "out", search=True, seed=0))
     assert not (tmp_path / "out").exists()
 
 
 def test_experts_of_several_methods_carry_both_labels(runs, tmp_path):
     experts = [runs["ft"] / "rot90", runs["smat"] / "mirror"]
-    merge_run([TA], runs["ft"] / "base", experts, out=tmp_path, search=False, seed=0)
+    merge_run(Request([TA], runs["ft"] / "base", experts, out=tmp_path, search=False, seed=0))
     manifest = checkpoint.load_manifest(tmp_path / "ta")
     assert manifest["label"] == "FT+SMAT"
     assert list(manifest["experts"]) == ["rot90", "mirror"]
@@ -405,9 +411,9 @@ def test_a_merge_that_is_done_stays_and_one_of_other_settings_is_refused(runs, t
     inputs = runs["ft"] / "base", [runs["ft"] / task for task in TWO]
     options = {"out": tmp_path, "search": True, "seed": 0}
     configs = [TaskArithmetic(), Slerp()]
-    (first,) = merge_run(configs[:1], *inputs, **options).values()
+    (first,) = merge_run(Request(configs[:1], *inputs, **options)).values()
     files = {file: file.stat().st_mtime_ns for file in (tmp_path / "ta").iterdir()}
-    second, other = merge_run(configs, *inputs, **options).values()
+    second, other = merge_run(Request(configs, *inputs, **options)).values()
     assert (first.kept, second.kept, other.kept) == (False, True, False)
     assert same(first.params, second.params)
     assert (first.coef, first.dev, first.curve) == (second.coef, second.dev, second.curve)
@@ -419,23 +425,23 @@ def test_a_merge_that_is_done_stays_and_one_of_other_settings_is_refused(runs, t
     for told, changed in refused.items():
         config = TA if "search" in changed else TaskArithmetic()
         with pytest.raises(ValueError, match="ta exists: choose another folder") as error:
-            merge_run([config], *inputs, **options | changed)
+            merge_run(Request([config], *inputs, **options | changed))
         assert f"{tmp_path / 'ta'} holds another merge: {told}" in str(error.value)
     with pytest.raises(ValueError, match="holds another merge: its experts"):
-        merge_run(configs[:1], inputs[0], inputs[1][::-1][:1], **options)
+        merge_run(Request(configs[:1], inputs[0], inputs[1][::-1][:1], **options))
     text = (tmp_path / "ta" / "manifest.json").read_text()
     (tmp_path / "ta" / "manifest.json").write_text(text.replace('"label": "', '"label": "once '))
     with pytest.raises(ValueError, match="holds another merge: its label is once FT, this merge's would be FT"):
-        merge_run(configs[:1], *inputs, **options)
+        merge_run(Request(configs[:1], *inputs, **options))
     (tmp_path / "ta" / "manifest.json").write_text(text)
     with pytest.raises(ValueError, match=f"holds another merge: it was made of experts in the order {', '.join(TWO)}"):
-        merge_run(configs[:1], inputs[0], inputs[1][::-1], **options)
-    assert not merge_run(configs[:1], *inputs, **options, overwrite=True)[tmp_path / "ta"].kept
+        merge_run(Request(configs[:1], inputs[0], inputs[1][::-1], **options))
+    assert not merge_run(Request(configs[:1], *inputs, **options, overwrite=True))[tmp_path / "ta"].kept
     weights = bytearray((tmp_path / "ta" / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (tmp_path / "ta" / "model.safetensors").write_bytes(weights)
     with pytest.raises(ValueError, match=r"model\.safetensors does not hold the weights that were written"):
-        merge_run(configs[:1], *inputs, **options)
+        merge_run(Request(configs[:1], *inputs, **options))
 
 
 def bare(run, task, folder):
@@ -450,32 +456,32 @@ def test_experts_of_other_tools_are_searched_as_those_of_train_py(runs, suite, t
     base, (one, two) = runs["ft"] / "base", TWO
     given = {"search": True, "seed": 0, "coefs": (0.3, 0.7)}
     (expected,) = merge_run(
-        [TaskArithmetic()], base, [runs["ft"] / task for task in TWO], out=tmp_path / "a", **given
+        Request([TaskArithmetic()], base, [runs["ft"] / task for task in TWO], out=tmp_path / "a", **given)
     ).values()
     mixed = [runs["ft"] / one, bare(runs["ft"], two, tmp_path / two)]
-    (found,) = merge_run([TaskArithmetic()], base, mixed, out=tmp_path / "b", **given).values()
+    (found,) = merge_run(Request([TaskArithmetic()], base, mixed, out=tmp_path / "b", **given)).values()
     assert same(found.params, expected.params)
     assert (found.coef, found.dev) == (expected.coef, expected.dev)
     names = {task: checkpoint.load_manifest(runs["ft"] / task)["fingerprint"] for task in TWO}
     assert checkpoint.load_manifest(tmp_path / "b" / "ta")["experts"] == names
     foreign = bare(runs["ft"], "base", tmp_path / "base"), [bare(runs["ft"], one, tmp_path / one), mixed[1]]
     with pytest.raises(ValueError, match="no expert names a suite: pass --preset lm"):
-        merge_run([TaskArithmetic()], *foreign, out=tmp_path / "c", **given)
+        merge_run(Request([TaskArithmetic()], *foreign, out=tmp_path / "c", **given))
     recipe = dict(suite.recipe)
-    (found,) = merge_run([TaskArithmetic()], *foreign, out=tmp_path / "c", **given, options=recipe).values()
+    (found,) = merge_run(Request([TaskArithmetic()], *foreign, out=tmp_path / "c", **given, options=recipe)).values()
     assert (found.coef, found.dev) == (expected.coef, expected.dev)
     wrong = bare(runs["ft"], two, tmp_path / "x" / "nothing")
     with pytest.raises(
         ValueError, match="expert 'nothing' has no task of suite 'digits': name it as its task, NAME=FOLDER, of"
     ):
-        merge_run([TaskArithmetic()], base, [mixed[0], wrong], out=tmp_path / "d", **given)
+        merge_run(Request([TaskArithmetic()], base, [mixed[0], wrong], out=tmp_path / "d", **given))
 
 
 def test_adapters_of_other_tools_merge_in_memory_as_on_disk(runs, tmp_path):
     base, (one, two) = runs["ft"] / "base", TWO
     folders.extract_lora(base, runs["ft"] / two, tmp_path / two, rank=3)
     experts = [runs["ft"] / one, tmp_path / two]
-    merge_run([TA], base, experts, out=tmp_path / "memory", search=False, seed=0)
+    merge_run(Request([TA], base, experts, out=tmp_path / "memory", search=False, seed=0))
     list(streaming.stream_run([TA], streaming.order(base, experts, out=tmp_path / "disk", seed=0)))
     left, right = (checkpoint.load_leaves(tmp_path / place / "ta")[0] for place in ("memory", "disk"))
     assert same(left, right)
@@ -505,7 +511,7 @@ def test_a_result_that_is_not_finite_is_not_written(tmp_path):
         facts = {"kind": "expert" if number else "base", "task": folder.name}
         checkpoint.save_expert(folder, leaves, checkpoint.describe(leaves, **facts))
     with pytest.raises(ValueError, match="parameter 'w' of the model merged by karcher holds 3 values that are NaN"):
-        merge_run([Karcher()], tmp_path / "base", experts, out=tmp_path / "out", search=False, seed=0)
+        merge_run(Request([Karcher()], tmp_path / "base", experts, out=tmp_path / "out", search=False, seed=0))
     assert not (tmp_path / "out").exists()
 
 
@@ -523,7 +529,7 @@ def test_adapters_on_a_base_in_bfloat16_merge_in_memory_as_on_disk(manifest, tmp
         if not manifest:
             (place / checkpoint.MANIFEST).unlink()
     for config in (TA, WeightAverage()):
-        merge_run([config], tmp_path / "base", experts, out=tmp_path / "memory", search=False, seed=0)
+        merge_run(Request([config], tmp_path / "base", experts, out=tmp_path / "memory", search=False, seed=0))
         order = streaming.order(tmp_path / "base", experts, out=tmp_path / "disk", seed=0)
         list(streaming.stream_run([config], order))
         left, right = (checkpoint.load_leaves(tmp_path / place / config.name)[0] for place in ("memory", "disk"))
@@ -545,7 +551,7 @@ def test_a_search_on_edited_dev_rows_is_another_one(runs, suite, tmp_path, monke
     inputs = runs["ft"] / "base", [runs["ft"] / task for task in rows]
 
     def search(**options):
-        (model,) = merge_run([WeightAverage()], *inputs, out=tmp_path, search=True, seed=0, **options).values()
+        (model,) = merge_run(Request([WeightAverage()], *inputs, out=tmp_path, search=True, seed=0, **options)).values()
         return model.kept
 
     assert (search(), search()) == (False, True)
@@ -563,7 +569,7 @@ def test_a_search_says_what_a_merge_on_disk_says(runs, suite, tmp_path):
     (experts[0] / "README.md").write_text("---\nlicense: mit\n---\n")
     given = {"search": True, "seed": 0, "options": dict(suite.recipe)}
     skips = TaskArithmetic(coef=0.3), TsvMerge(coef=0.3, skip=("*nothing*",))
-    done = merge_run(skips, base, experts, out=tmp_path / "memory", **given)
+    done = merge_run(Request(skips, base, experts, out=tmp_path / "memory", **given))
     ta, tsv = (model.notes for model in done.values())
     assert ta[0] == f"expert '{two}' has other positions: rope_theta 500000.0, base's is 10000.0"
     assert "skip '*nothing*' matches no parameter" in tsv
@@ -573,7 +579,7 @@ def test_a_search_says_what_a_merge_on_disk_says(runs, suite, tmp_path):
     assert "experts name theirs" in card
     (experts[1] / "config.json").write_text(json.dumps({"model_type": "mistral"}))
     with pytest.raises(ValueError, match=f"expert '{two}' has another kind of model in config.json"):
-        merge_run(skips, base, experts, out=tmp_path / "other", **given)
+        merge_run(Request(skips, base, experts, out=tmp_path / "other", **given))
 
 
 def test_buffers_that_differ_from_bases_are_said(suite):
@@ -593,12 +599,12 @@ def test_experts_of_unequal_norms_and_a_choice_at_the_edge_are_said(runs, tmp_pa
     checkpoint.save_expert(tmp_path / "long", long, checkpoint.describe(long))
     given = {"out": tmp_path / "out", "search": False, "seed": 0}
     named = [Path(f"long={tmp_path / 'long'}"), *experts[1:]]
-    done = merge_run([TaskArithmetic(coef=0.1), WeightAverage()], base, named, **given)
+    done = merge_run(Request([TaskArithmetic(coef=0.1), WeightAverage()], base, named, **given))
     said = list(summary(done))
     assert len(said) == 3
     assert re.match(r"note: the task vector of 'long' .* times as long as that of", said[1])
     assert said[1].removeprefix("note: ") in (tmp_path / "out" / "ta" / "README.md").read_text()
-    again = merge_run([TaskArithmetic(coef=0.1), WeightAverage()], base, named, **given)
+    again = merge_run(Request([TaskArithmetic(coef=0.1), WeightAverage()], base, named, **given))
     assert said[1] in list(summary(again))
     edge = summary({tmp_path: done[tmp_path / "out" / "ta"]._replace(edge="largest")})
     assert "coef 0.1 (largest of those tried: --widen or --grid tries more)" in next(iter(edge))
@@ -607,8 +613,8 @@ def test_experts_of_unequal_norms_and_a_choice_at_the_edge_are_said(runs, tmp_pa
 def test_experts_that_equal_the_base_are_said_as_each_model_is_done(runs, tmp_path):
     base, _ = find_inputs(runs["ft"])
     told, named = [], [Path(f"{name}={base}") for name in ("a", "b")]
-    given = {"out": tmp_path / "out", "search": False, "seed": 0, "report": told.append}
-    done = merge_run([TaskArithmetic(coef=0.1), WeightAverage()], base, named, **given)
+    given = {"out": tmp_path / "out", "search": False, "seed": 0}
+    done = merge_run(Request([TaskArithmetic(coef=0.1), WeightAverage()], base, named, **given), told.append)
     assert told == list(summary(done))
     assert told[1].startswith("note: all experts equal the base")
 

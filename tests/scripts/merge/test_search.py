@@ -125,7 +125,9 @@ def test_the_card_and_manifest_tell_both_stages(runs, suite, tmp_path, monkeypat
     sampled = suite.replace(repeats={"mirror": 2}, score_once=lambda params, task, split, repeat: 10.0 + repeat)
     monkeypatch.setattr(scoring, "load_suite", lambda **recipe: sampled)
     inputs = find_inputs(runs["ft"])
-    (model,) = merging.merge_run([TaskArithmetic()], *inputs, out=tmp_path, search=True, seed=0).values()
+    (model,) = merging.merge_run(
+        merging.Request([TaskArithmetic()], *inputs, out=tmp_path, search=True, seed=0)
+    ).values()
     assert model.finals == ((0.1, 10.125), (0.2, 10.125))
     assert merging.checkpoint.load_manifest(tmp_path / "ta")["dev_finals"] == [[0.1, 10.125], [0.2, 10.125]]
     assert (

@@ -218,11 +218,12 @@ def counted(suite, monkeypatch):
     return state
 
 
-def searched(runs, out, over, config=None, **options):
+def searched(runs, out, over, config=None, report=print, **options):
     given = {"search": True, "seed": 0, "coefs": (0.2, 0.5), **options}
     config = Consensus(ratio=0.0) if config is None else config
     experts = [runs["ft"] / task for task in TASKS]
-    (found,) = merging.merge_run([config], runs["ft"] / "base", experts, out=out, over=over, **given).values()
+    asked = merging.Request([config], runs["ft"] / "base", experts, out=out, over=over, **given)
+    (found,) = merging.merge_run(asked, report).values()
     return found
 
 

@@ -14,7 +14,7 @@ from smat_fn.evaluate import Scorer
 from smat_fn.scripts.merge import commands, settings, streaming
 from smat_fn.scripts.merge.choosing import Merged
 from smat_fn.scripts.merge.inputs import Inputs, find_inputs, load_inputs
-from smat_fn.scripts.merge.merging import merge_run
+from smat_fn.scripts.merge.merging import Request, merge_run
 from smat_fn.scripts.merge.snapshots import choose_snapshot, find_snapshots
 
 TASKS = "mirror", "rot90"
@@ -37,7 +37,7 @@ def test_every_snapshot_is_searched_and_the_best_is_written(run, suite, tmp_path
     options = {"search": True, "seed": 0, "coefs": (0.5, 1.0), "snapshots": snapshots}
     configs = [TaskArithmetic(), WeightAverage()]
     lines = []
-    made = merge_run(configs, base, experts, out=tmp_path, report=lines.append, **options)
+    made = merge_run(Request(configs, base, experts, out=tmp_path, **options), report=lines.append)
     for config, (folder, found) in zip(configs, made.items(), strict=True):
         curve = {}
         for index, folders in snapshots.items():
@@ -62,11 +62,11 @@ def test_every_snapshot_is_searched_and_the_best_is_written(run, suite, tmp_path
         assert same(found.params, merge.merge_by(config, inputs.base, inputs.experts, coef=found.coef))
         assert f"Snapshot {chosen} of 3 was chosen on dev" in (folder / "README.md").read_text()
         assert any(f", snapshot {chosen}, dev " in line for line in lines)
-    again = merge_run(configs, base, experts, out=tmp_path, **options)
+    again = merge_run(Request(configs, base, experts, out=tmp_path, **options))
     assert [model.kept for model in again.values()] == [True, True]
     assert [model.snapshot for model in again.values()] == [model.snapshot for model in made.values()]
     with pytest.raises(ValueError, match="holds another merge"):
-        merge_run(configs, base, experts, out=tmp_path, **options | {"snapshots": {3: experts}})
+        merge_run(Request(configs, base, experts, out=tmp_path, **options | {"snapshots": {3: experts}}))
 
 
 def test_depth_and_a_coefficient_for_each_block_go_with_snapshots(run, tmp_path):
@@ -74,7 +74,7 @@ def test_depth_and_a_coefficient_for_each_block_go_with_snapshots(run, tmp_path)
     base, experts = find_inputs(run)
     options = {"search": True, "seed": 0, "coefs": (0.4, 1.2), "snapshots": find_snapshots(run, experts)}
     config, depth = TaskArithmetic(), {"low": 0.3, "high": 1.0}
-    (found,) = merge_run([config], base, experts, out=tmp_path, lines=(0.3, 1.0), sweeps=1, **options).values()
+    (found,) = merge_run(Request([config], base, experts, out=tmp_path, lines=(0.3, 1.0), sweeps=1, **options)).values()
     chosen = options["snapshots"][found.snapshot]
     inputs = load_inputs(base, chosen)
     vector = merge.lines(merge.vector_by(config, inputs.base, inputs.experts), **depth)
@@ -89,7 +89,7 @@ def test_depth_and_a_coefficient_for_each_block_go_with_snapshots(run, tmp_path)
     for path, leaf in checkpoint.load_leaves(tmp_path / "disk" / "ta")[0].items():
         torch.testing.assert_close(leaf, found.params[path], rtol=0, atol=1e-6)
     with pytest.raises(ValueError, match=r"holds another merge: its asked\.lines is"):
-        merge_run([config], base, experts, out=tmp_path, lines=(0.5, 1.0), sweeps=1, **options)
+        merge_run(Request([config], base, experts, out=tmp_path, lines=(0.5, 1.0), sweeps=1, **options))
 
 
 def test_the_later_of_equal_snapshots_wins(run):
@@ -152,7 +152,7 @@ def test_statistics_of_every_snapshot_are_asked_for_first(run, tmp_path):
     base, experts = find_inputs(run)
     options = {"out": tmp_path / "out", "search": True, "seed": 0, "snapshots": find_snapshots(run, experts)}
     with pytest.raises(ValueError, match=r"no fisher\.safetensors in"):
-        merge_run([Fisher()], base, experts, **options)
+        merge_run(Request([Fisher()], base, experts, **options))
 
 
 def test_snapshots_of_one_task_are_merged_as_any_experts(run, tmp_path, monkeypatch):

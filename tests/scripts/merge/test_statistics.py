@@ -17,7 +17,7 @@ from smat_fn.folders.writing import locked
 from smat_fn.merge.statistics import diagonal_fisher, drawn_labels, input_grams
 from smat_fn.scripts.merge import statistics, streaming
 from smat_fn.scripts.merge.inputs import find_inputs, load_inputs, read_statistics
-from smat_fn.scripts.merge.merging import merge_run
+from smat_fn.scripts.merge.merging import Request, merge_run
 from smat_fn.scripts.merge.settings import Statistics
 
 DEFAULTS = {"kinds": ("fisher", "gram"), "rows": 20, "seed": 3}
@@ -128,7 +128,7 @@ def test_those_that_are_there_stay_and_others_are_not_replaced_unasked(known, tm
 def test_memory_and_disk_agree_and_memory_searches(config, known, suite, tmp_path):
     base, experts = find_inputs(known)
     options = {"seed": 0, "overwrite": False}
-    (plain,) = merge_run([config], base, experts, out=tmp_path / "memory", search=False, **options).values()
+    (plain,) = merge_run(Request([config], base, experts, out=tmp_path / "memory", search=False, **options)).values()
     order = streaming.order(base, experts, out=tmp_path / "disk", seed=0)
     list(streaming.stream_run([config], order))
     stored = checkpoint.load_leaves(tmp_path / "disk" / config.name)[0]
@@ -136,10 +136,10 @@ def test_memory_and_disk_agree_and_memory_searches(config, known, suite, tmp_pat
     assert [report for _, report in streaming.stream_run([config], order)] == [None]  # it is kept
     searched = type(config)()
     options |= {"search": True, "coefs": (0.4, 0.8), "out": tmp_path / "searched"}
-    (best,) = merge_run([searched], base, experts, **options).values()
+    (best,) = merge_run(Request([searched], base, experts, **options)).values()
     assert best.coef in (0.4, 0.8)
     assert best.dev == {task: suite.score(best.params, task, "dev") for task in ("mirror", "rot90")}
-    (again,) = merge_run([searched], base, experts, **options).values()
+    (again,) = merge_run(Request([searched], base, experts, **options)).values()
     assert again.kept
 
 
@@ -147,12 +147,12 @@ def test_other_statistics_are_another_merge(known, tmp_path):
     run = shutil.copytree(known, tmp_path / "run")
     base, experts = find_inputs(run)
     options = {"out": tmp_path / "out", "search": True, "seed": 0, "coefs": (0.5,)}
-    merge_run([Fisher()], base, experts, **options)
+    merge_run(Request([Fisher()], base, experts, **options))
     make([run], kinds=("fisher",), labels="data", overwrite=True)
     with pytest.raises(ValueError, match=r"holds another merge: its asked.statistics.mirror is"):
-        merge_run([Fisher()], base, experts, **options)
+        merge_run(Request([Fisher()], base, experts, **options))
     scores = (tmp_path / "out" / "scores.jsonl").read_text().count("\n")
-    merge_run([Fisher()], base, experts, **options, overwrite=True)
+    merge_run(Request([Fisher()], base, experts, **options, overwrite=True))
     assert (tmp_path / "out" / "scores.jsonl").read_text().count("\n") == 2 * scores
 
 
@@ -161,18 +161,18 @@ def test_a_search_over_the_kind_of_statistics_reads_both_and_depends_on_both(kno
     base, experts = find_inputs(run)
     options = {"out": tmp_path / "out", "search": True, "seed": 0, "coefs": (0.5,)}
     with pytest.raises(ValueError, match=r"adam\.safetensors"):
-        merge_run([Fisher()], base, experts, over=over, **options)
+        merge_run(Request([Fisher()], base, experts, over=over, **options))
     for expert in experts:
         found = checkpoint.load_statistics(expert / "fisher.safetensors")
         facts = checkpoint.statistics_facts(expert / "fisher.safetensors")
         facts = {name: facts[name] for name in facts if name not in ("kind", "labels")}
         checkpoint.save_statistics(expert, "adam", {path: leaf.flip(0) for path, leaf in found.items()}, facts)
-    (made,) = merge_run([Fisher()], base, experts, over=over, **options).values()
+    (made,) = merge_run(Request([Fisher()], base, experts, over=over, **options)).values()
     alone = {}
     for own in made.tuned:
         kind = own.options["weights_from"]
         (alone[kind],) = merge_run(
-            [Fisher(weights_from=kind)], base, experts, **options | {"out": tmp_path / kind}
+            Request([Fisher(weights_from=kind)], base, experts, **options | {"out": tmp_path / kind})
         ).values()
         assert (own.coef, own.curve) == (alone[kind].coef, alone[kind].curve)
     assert [*alone] == ["adam", "fisher"]
@@ -194,7 +194,7 @@ def test_statistics_that_are_not_finite_are_refused_in_memory_and_on_disk(config
     checkpoint.save_statistics(run / "rot90", kind, found, {name: own for name, own in facts.items() if name != "kind"})
     base, experts = find_inputs(run)
     with pytest.raises(ValueError, match=rf"{kind}\.safetensors holds \d+ values that are NaN or infinite"):
-        merge_run([config], base, experts, out=tmp_path / "memory", search=False, seed=0)
+        merge_run(Request([config], base, experts, out=tmp_path / "memory", search=False, seed=0))
     with pytest.raises(ValueError, match=rf"{kind}\.safetensors holds values that are NaN or infinite: compute it"):
         list(streaming.stream_run([config], streaming.order(base, experts, out=tmp_path / "disk", seed=0)))
     assert not (tmp_path / "memory").exists()
@@ -208,7 +208,7 @@ def test_fishers_of_different_labels_are_refused_in_memory_and_on_disk(known, tm
     base, experts = find_inputs(run)
     told = r"computed with different labels \(mirror: model, rot90: data\): compute all with the same ones"
     with pytest.raises(ValueError, match=told):
-        merge_run([Fisher(coef=0.8)], base, experts, out=tmp_path / "memory", search=False, seed=0)
+        merge_run(Request([Fisher(coef=0.8)], base, experts, out=tmp_path / "memory", search=False, seed=0))
     with pytest.raises(ValueError, match=told):
         list(streaming.stream_run([Fisher(coef=0.8)], streaming.order(base, experts, out=tmp_path / "disk", seed=0)))
 
@@ -234,7 +234,7 @@ def test_weights_whose_hash_is_known_are_not_hashed_again(known, tmp_path, monke
 def test_missing_statistics_are_said_before_any_merging(runs, tmp_path):
     base, experts = find_inputs(runs["smat"])
     with pytest.raises(ValueError, match=r"no gram\.safetensors in .*: make them by `python merge\.py statistics"):
-        merge_run([RegMean(coef=1.0)], base, experts, out=tmp_path / "out", search=True, seed=0)
+        merge_run(Request([RegMean(coef=1.0)], base, experts, out=tmp_path / "out", search=True, seed=0))
     assert not (tmp_path / "out").exists()
 
 

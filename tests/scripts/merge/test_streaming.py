@@ -39,7 +39,7 @@ from smat_fn.scripts.merge import exporting, finished, streaming
 from smat_fn.scripts.merge.choosing import merge_one
 from smat_fn.scripts.merge.exporting import export
 from smat_fn.scripts.merge.inputs import find_inputs, load_inputs, model_names, named, weight_of
-from smat_fn.scripts.merge.merging import merge_run
+from smat_fn.scripts.merge.merging import Request, merge_run
 from smat_fn.scripts.merge.streaming import plan_text
 
 TA = TaskArithmetic(coef=0.4)
@@ -625,7 +625,7 @@ def test_experts_of_several_bases_merge_without_a_base_alone(tmp_path):
     def merged(config, expert, out):
         order = streaming.order(tmp_path / "base", [expert], out=out / "disk", seed=0, based=config.based)
         list(streaming.stream_run([config], order))
-        merge_run([config], tmp_path / "base", [expert], out=out / "memory", search=False, seed=0)
+        merge_run(Request([config], tmp_path / "base", [expert], out=out / "memory", search=False, seed=0))
         return [stored(out / place / config.name) for place in ("disk", "memory")]
 
     found = merged(WeightAverage(), whole, tmp_path / "out")
@@ -634,7 +634,7 @@ def test_experts_of_several_bases_merge_without_a_base_alone(tmp_path):
         with pytest.raises(ValueError, match=f"{expert} was trained from another base than"):
             merged(config, expert, tmp_path / "none")
         with pytest.raises(ValueError, match=f"{expert} was trained from another base than"):
-            merge_run([config], tmp_path / "base", [expert], out=tmp_path / "none", search=False, seed=0)
+            merge_run(Request([config], tmp_path / "base", [expert], out=tmp_path / "none", search=False, seed=0))
 
 
 def test_experts_may_be_given_names(inputs, tmp_path, monkeypatch):

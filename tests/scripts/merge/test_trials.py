@@ -11,7 +11,7 @@ from smat_fn.evaluate import Scorer
 from smat_fn.scripts.commands import merge as command
 from smat_fn.scripts.merge import commands, merging, settings
 from smat_fn.scripts.merge.inputs import find_inputs, load_inputs
-from smat_fn.scripts.merge.merging import merge_run
+from smat_fn.scripts.merge.merging import Request, merge_run
 
 TASKS = ("mirror", "rot90")
 TIES = Ties(keep=0.4, aggregate="sum", scope="global")
@@ -24,7 +24,9 @@ def inputs_of(runs):
 
 def searched(runs, out, config=None, *, trials=8, **options):
     given = {"search": True, "seed": 3, "coefs": (0.5, 1.5), **options}
-    (found,) = merge_run([config or TaskArithmetic()], *inputs_of(runs), out=out, trials=trials, **given).values()
+    (found,) = merge_run(
+        Request([config or TaskArithmetic()], *inputs_of(runs), out=out, trials=trials, **given)
+    ).values()
     return found
 
 
