@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from statistics import fmean
 from time import perf_counter
 from types import MappingProxyType
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from .inputs import Inputs, like_base, mask_key, read_statistics
 from .searched import Over, combinations, text_of, weights_text
 
 T = TypeVar("T")
-Known: TypeAlias = dict[tuple[MergerConfig, "Decode"], float]  # scores of this search
 Decode = tuple[str, int]  # task, repeat
 Curve = tuple[tuple[float, float], ...]  # (value, mean dev score) of every candidate
 
@@ -432,11 +431,8 @@ def _search_over(
 ) -> tuple[Searched, tuple[Tuned, ...]]:
     """The search at the best combination of options with the cost of all searches, and the outcome of each of them."""
     searches, tuned, every = list[Searched](), list[Tuned](), combinations(over)
-    each = max(1, len(grid)) * len(models.tasks)
-    scorer.expect(each * (len(every) - 1))
-    for place, options in enumerate(every):
-        if place:
-            scorer.expect(-each)  # `_rank` adds those that it computes
+    scorer.expect(len(every) * _count(max(1, len(grid)), models, scorer))
+    for options in every:
         found, _, edge = own = _search(_with(config, **options), grid, models, scorer, widen=widen)
         coef, score = getattr(found.best, "coef", None), fmean(found.scores.values())
         searches.append(own)
@@ -451,23 +447,18 @@ def _search_over(
 
 def _search(config: MergerConfig, grid: Sequence[float], models: Models, scorer: Scorer, *, widen: bool) -> Searched:
     """The merger with the best coefficient of a grid; as it is, and scored, where the grid is empty."""
-    if not grid:
-        return Searched(*_rank([config], models, scorer), "")
-    known: Known = {}
-    costs, most = list[Tried](), len(grid) + merge.WIDER
-    while True:
-        found, tried = _rank([_with(config, coef=coef) for coef in grid], models, scorer, known)
-        costs.append(tried)
-        edge = merge.grid_edge(getattr(found.best, "coef", 0.0), grid)
-        if not (widen and edge and len(grid) < most and _rises(found, edge)):
-            return Searched(found, total(*costs), edge)
-        grid = sorted([*grid, merge.next_coef(grid, edge)])
+    before, merging, dev, coefs = scorer.cost, models.seconds, _dev(models, scorer), list[float]()
 
+    def once(coef: float) -> float:
+        scorer.expect(0 if coef in grid else len(models.tasks))
+        return fmean(dev(_with(config, coef=coef), [(task, 0) for task in models.tasks]))
 
-def _rises(found: Reranked[MergerConfig], edge: str) -> bool:
-    """Whether the score at an edge of a grid is above the next one's: else there is nothing to follow."""
-    ordered = sorted(_curve(found.curve, "coef"), reverse=edge == "smallest")
-    return merge.exceeds(ordered[-1][1], ordered[-2][1])
+    if grid:
+        coefs = [coef for coef, _ in merge.choose_coef(once, grid, widen=widen)[0].curve]
+    candidates = [_with(config, coef=coef) for coef in coefs] or [config]
+    found = rerank(candidates, dev, tasks=models.tasks, repeats=scorer.suite.repeats)
+    cost = _cost(len(candidates), scorer, before, models.seconds - merging)
+    return Searched(found, cost, merge.grid_edge(getattr(found.best, "coef", 0.0), coefs))
 
 
 def calibrate(config: MergerConfig, inputs: Inputs, scorer: Scorer, *, coef: float, seed: int) -> Calibration:
@@ -477,9 +468,12 @@ def calibrate(config: MergerConfig, inputs: Inputs, scorer: Scorer, *, coef: flo
     Sampled answers are decoded as in `merge_one`.
     """
     field, candidates = sparsities(config, coef)
-    found, tried = _rank(candidates, Models(inputs, seed, _place(config, inputs, scorer)), scorer)
+    models, before = Models(inputs, seed, _place(config, inputs, scorer)), scorer.cost
+    scorer.expect(_count(len(candidates), models, scorer))
+    found = rerank(candidates, _dev(models, scorer), tasks=models.tasks, repeats=scorer.suite.repeats)
+    cost = _cost(len(candidates), scorer, before, models.seconds)
     best = _with(config, **{field: getattr(found.best, field)})
-    return Calibration(best, field, coef, _curve(found.curve, field), tried)
+    return Calibration(best, field, coef, _curve(found.curve, field), cost)
 
 
 def sparsities(config: MergerConfig, coef: float) -> tuple[str, list[MergerConfig]]:
@@ -493,28 +487,23 @@ def total(*parts: Tried) -> Tried:
     return Tried(*map(sum, zip(*parts, strict=True)))
 
 
-def _rank(
-    candidates: Sequence[MergerConfig], models: Models, scorer: Scorer, known: Known | None = None
-) -> tuple[Reranked[MergerConfig], Tried]:
-    """`rerank` by dev scores; those in ``known`` are not computed again, the others are added to it."""
-    before, merging, known = scorer.cost, models.seconds, {} if known is None else known
-    tasks, repeats = models.tasks, scorer.suite.repeats
-    fresh = sum((config, (task, 0)) not in known for config in candidates for task in tasks[:1])
-    scorer.expect(fresh * len(tasks) + min(2, fresh) * sum(repeats.get(t, 1) - 1 for t in tasks))
+def _count(candidates: int, models: Models, scorer: Scorer) -> int:
+    """The number of scores that the choice among so many candidates takes (`rerank`)."""
+    more = sum(scorer.suite.repeats.get(task, 1) - 1 for task in models.tasks)
+    return candidates * len(models.tasks) + min(2, candidates) * more
 
-    def score(config: MergerConfig, decodes: Sequence[Decode]) -> list[float]:
-        new = [decode for decode in decodes if (config, decode) not in known]
-        known.update(zip([(config, decode) for decode in new], computed(config, new), strict=True))
-        return [known[config, decode] for decode in decodes]
 
-    def computed(config: MergerConfig, decodes: Sequence[Decode]) -> list[float]:
+def _dev(models: Models, scorer: Scorer) -> Callable[[MergerConfig, Sequence[Decode]], list[float]]:
+    """The function that gives the dev scores of decodes of a candidate, none computed twice."""
+
+    @cache
+    def one(config: MergerConfig, task: str, repeat: int) -> float:
         facts = models.facts(config)
         name = ", ".join([config.name, *(f"{option} {value}" for option, value in facts["options"].items())])
-        once = partial(scorer.once, partial(models, config), model=facts, name=name)
-        return [models.attempt(partial(once, task, "dev", r)) for task, r in decodes]
+        build = partial(models, config)
+        return models.attempt(partial(scorer.once, build, task, "dev", repeat, model=facts, name=name))
 
-    found = rerank(candidates, score, tasks=tasks, repeats=repeats)
-    return found, _cost(fresh, scorer, before, models.seconds - merging)
+    return lambda config, decodes: [one(config, *decode) for decode in decodes]
 
 
 def _with(config: MergerConfig, **changes: Any) -> MergerConfig:
