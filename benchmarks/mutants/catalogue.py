@@ -882,7 +882,7 @@ MUTANTS = [
         ("chat_template=TEMPLATES.get(template, args.output.chat_template)", "chat_template=None"),
         ('{"coef": args.merger.coef}', '{"coef": None}'),
     ),
-    *_of("scripts/merge/commands.py", ("chunk_of(args.memory_mib << 20)", "chunk_of(72 << 20)")),
+    *_of("scripts/merge/by_recipe.py", ("chunk_of(args.memory_mib << 20)", "chunk_of(72 << 20)")),
     *_of("scripts/analyse/scores.py", ("preset=options.preset", "preset=None")),
     *_of("scripts/analyse/weights.py", ("sigma if sigma is not None else own or suggested", "own or suggested")),
     # training runs, and the data and folders beside them

@@ -47,7 +47,7 @@ TESTS = {
     "_loops.py:_ranked_rest": "tests/ops/test_loops.py",
     "scripts/commands/train.py": "tests/commands/test_scripts.py",
     "scripts/commands/merge.py": "tests/commands/test_merge.py",
-    "scripts/merge/commands.py": "tests/commands/test_merge.py",
+    "scripts/merge/by_recipe.py": "tests/commands/test_merge.py",
     "scripts/recipes/several.py": "tests/scripts/merge/test_file_of_merges.py",
     "scripts/merge/transport.py": "tests/scripts/merge/test_transport.py",
     "scripts/merge/searched.py": "tests/scripts/merge/test_search_over.py",

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import redirect_stdout
 from contextvars import ContextVar
 from typing import Any
@@ -34,6 +34,11 @@ def add(kind: str, fact: Any) -> None:
 def line(text: str) -> None:
     """Print a result or a note, with control characters of paths and input files as text."""
     print(printable(text), flush=True)
+
+
+def counted(things: Collection[object], one: str, several: str) -> str:
+    """The number of things and what they are: "1 module", "2 modules"."""
+    return f"{len(things)} {one if len(things) == 1 else several}"
 
 
 def called(words: Sequence[str], call: Callable[[list[str]], None]) -> None:

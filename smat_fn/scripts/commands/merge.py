@@ -43,10 +43,10 @@ from smat_fn.errors import raise_problems
 from smat_fn.progress import say
 from smat_fn.scripts import cli, outcome
 from smat_fn.scripts.cli import NONE
-from smat_fn.scripts.merge.commands import COMMANDS, by_density, by_file, by_glob
-from smat_fn.scripts.merge.foreign_words import without_foreign
+from smat_fn.scripts.merge.commands import COMMANDS
 from smat_fn.scripts.merge.searched import over_of, with_searched
 from smat_fn.scripts.merge.settings import check_given
+from smat_fn.scripts.merge.words import by_density, by_file, by_glob, without_foreign
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """`merge.py adapters`: merges the factors by the options, and writes a manifest with hashes of inputs and outputs."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import partial
 from pathlib import Path
@@ -10,24 +10,24 @@ from typing import Any
 from ... import __version__, errors, random
 from ... import merge as mergers
 from ...config import MERGERS, MORE_MERGERS, MergerConfig, preset_of, resolve
-from ...folders import Combined
 from ...folders import merge_adapters as write
 from ...folders.combining import files_read
-from ...folders.files import digests
+from ...folders.files import digests, size_text
 from ...folders.inputs.hub import local_folder
 from ...merge.around.factors import Factors, option_problems
 from ...merge.parts.masked import Masked
 from ...merge.parts.merger import Merger
+from .. import outcome
 from .card import adapter_card, licenses_of
-from .finished import base_of, hashes, is_finished, texts
+from .finished import base_of, hashes, is_finished, kept_adapter, texts
 from .inputs import by_name, mask_key, model_names, weight_of
 from .settings import MergeAdapters
 
 SPACES = {"knots": mergers.knots, "core_space": mergers.core_space}
 
 
-def merge(args: MergeAdapters) -> Combined | None:
-    """Merge and write; None where the folder holds this very merge.
+def merge(args: MergeAdapters) -> Iterator[str]:
+    """Write the merged adapter, unless the folder holds this very one; yields notes and its rank.
 
     Raises: ValueError that lists all problems of options, then of adapters, before any work.
     """
@@ -65,9 +65,18 @@ def merge(args: MergeAdapters) -> Combined | None:
     adapters = {name: path for name, path, _ in found}
     inputs = partial(_inputs, args, adapters)
     if not args.overwrite and is_finished(args.out, "merged", facts, inputs, args.threads):
-        return None
+        outcome.add("merged", {"folder": args.out, "kept": True})
+        yield from kept_adapter(args.out)
+        return
     texts = partial(_texts, facts)
-    return write(adapters, args.out, combine, base=args.base, overwrite=args.overwrite, texts=texts)
+    made = write(adapters, args.out, combine, base=args.base, overwrite=args.overwrite, texts=texts)
+    if made.partial:
+        lacking = outcome.counted(made.partial, "module", "modules")
+        yield f"note: {lacking} of some adapters alone, merged from those: {errors.and_more(made.partial, 3)}"
+    yield from (f"note: {note}" for note in made.notes)
+    outcome.add("merged", {"folder": args.out, "kept": False})
+    modules = outcome.counted(made.modules, "module", "modules")
+    yield f"merged: {args.out}, {modules} of rank {made.rank}, {size_text(made.bytes)}"
 
 
 def _inputs(args: MergeAdapters, adapters: Mapping[str, Path]) -> tuple[Any, dict[str, list[Path]]]:

@@ -1,6 +1,6 @@
 """Write an expert or a merged model as the whole model it belongs to, with configuration and tokenizer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -11,15 +11,18 @@ from torch import Tensor
 from ... import checkpoint, errors
 from ...config import WeightAverage
 from ...folders import Options, Report, local_folder, merge_folders, open_folder, place_of
+from ...folders.files import size_text
 from ...folders.inputs.opening import Place
 from ...folders.inputs.reading import Folder
 from ...folders.multi_task import export_task, is_several, open_several
+from .. import outcome
 from ..recipes.places import folder_name
-from .card import exported_card, licenses_of
+from .card import exported_card, licenses_of, rounding
 from .finished import hashes, texts
 from .inputs import manifest_of, model_names
 from .origin import key_of_base, origin_of
-from .streaming import leaves_of
+from .settings import Export
+from .streaming import bytes_of, leaves_of
 
 
 def export(model: Path, base: Path, out: Path, *, task: str | None = None, **options: Unpack[Options]) -> Report:
@@ -68,6 +71,27 @@ def export(model: Path, base: Path, out: Path, *, task: str | None = None, **opt
         return export_task(model, base, task, out, describe=describe, **options)
     options["partial"] = True
     return merge_folders(WeightAverage(), base, {folder_name(model): model}, out, describe=describe, **options)
+
+
+def write(args: Export) -> Iterator[str]:
+    """`export` by the options of the command; yields the size of the whole model, and notes."""
+    torch.set_num_threads(1)  # of each worker
+    report = export(
+        args.model,
+        args.base,
+        args.out,
+        task=args.task,
+        vocabulary=args.vocabulary,
+        tokenizer_from=args.tokenizer_from,
+        out_dtype=args.out_dtype,
+        shard_size=bytes_of(args.shard_size),
+        overwrite=args.overwrite,
+        workers=args.threads,
+    )
+    rounded = rounding(report.rounding_ratio) if report.rounding_ratio else "bit for bit"
+    outcome.add("written", args.out)
+    yield f"exported: {args.out}, {size_text(report.bytes)}, {rounded}"
+    yield from (f"note: {note}" for note in report.notes)
 
 
 def export_problems(base: Path, params: Mapping[str, Tensor]) -> list[str]:

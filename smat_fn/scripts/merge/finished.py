@@ -10,8 +10,10 @@ from typing import Any
 from ... import __version__, checkpoint
 from ...folders.files import Hashing, digests
 from ...folders.inputs.adapters import CONFIG
+from .. import outcome
 from ..recipes.places import named, sources, sources_text
 from .card import CARD
+from .settings import Verify
 
 
 def is_merged(folder: Path) -> bool:
@@ -67,9 +69,12 @@ def is_finished(
         return False
 
 
-def unequal_ranks(adapter: Path) -> bool:
-    """Whether an adapter was written when its modules could have unequal ranks."""
-    return bool(checkpoint.read_json(adapter / CONFIG).get("rank_pattern"))
+def kept_adapter(adapter: Path) -> Iterator[str]:
+    """Lines on an adapter that stays; a note on one that was written when its modules could have unequal ranks."""
+    yield f"kept: {adapter}: already finished"
+    if checkpoint.read_json(adapter / CONFIG).get("rank_pattern"):
+        way = "pass --overwrite to write it with one rank"
+        yield f"note: its modules have unequal ranks, which llama.cpp scales wrongly: {way}"
 
 
 def base_of(adapter: Path) -> Any:
@@ -141,6 +146,18 @@ def verify(path: Path, *, hashing: Hashing | None = None) -> tuple[int, list[str
         for file, print_ in named.items()
         if found.get(file) != print_
     ]
+
+
+def verified(args: Verify) -> Iterator[str]:
+    """Lines on what has changed since the merge, or on how many files are as they were."""
+    count, problems = verify(args.path)
+    outcome.add("verified", {"path": args.path, "files": count, "changed": len(problems)})
+    for problem in problems:
+        outcome.add("problems", problem)
+        yield problem
+    if problems:
+        raise ValueError(f"{len(problems)} of {count} files differ from the hashes stored in {args.path}")
+    yield f"{count} {'file has the hash' if count == 1 else 'files have the hashes'} stored in {args.path}"
 
 
 def flat(value: Any, name: str = "") -> dict[str, Any]:

@@ -7,8 +7,8 @@ import pytest
 
 from smat_fn.scripts import cli, entry
 from smat_fn.scripts.commands.merge import Choices, Inputs, Machine, Merge, Outputs
-from smat_fn.scripts.merge.commands import COMMANDS, by_density, by_file
-from smat_fn.scripts.merge.foreign_words import FOREIGN, without_foreign
+from smat_fn.scripts.merge.commands import COMMANDS
+from smat_fn.scripts.merge.words import FOREIGN, by_density, by_file, without_foreign
 
 
 def test_density_is_keep(capsys):

@@ -1,4 +1,4 @@
-"""Options of mergekit 0.1.5, and fields of its recipes, on the command line of merge.py, and what to write instead."""
+"""Words of merge.py's command line: short forms written out, and options of mergekit 0.1.5 refused with a way out."""
 
 import re
 from itertools import takewhile
@@ -62,3 +62,47 @@ def without_foreign(words: list[str]) -> list[str]:
 
 def _is_number(word: str) -> bool:
     return re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", word) is not None
+
+
+def by_file(words: list[str]) -> list[str]:
+    """``FILE.yml`` as the first word is ``recipe FILE.yml``; a word after the file is --out, as of mergekit-yaml."""
+    words = ["recipe", *words] if words and words[0].endswith((".yml", ".yaml")) else words
+    named = words[:1] == ["recipe"] and len(words) > 2 and not any(word.startswith("-") for word in words[1:3])
+    if not named or "--out" in {word.partition("=")[0] for word in words}:
+        return words
+    return [*words[:2], "--out", *words[2:]]
+
+
+def by_density(words: list[str]) -> list[str]:
+    """``--density``, the name in mergekit and PEFT, as --keep of TIES; of DARE and DELLA --drop-prob is 1 - density.
+
+    Adapters and sce have a --density of their own.
+    """
+    drops = words[0] in ("dare", "dare_ties", "della") if words else False
+    if not (drops or "ties" in words) or words[0] in ("adapters", "sce"):
+        return words
+    names, option = [word.partition("=")[0] for word in words], "--drop-prob" if drops else "--keep"
+    if option in names or "--density" not in names:
+        return words  # with both, one would be taken in silence: --density is an unknown option then
+    place = names.index("--density")
+    joined = words[place].partition("=")[2]
+    value, after = (joined, place + 1) if joined else ("".join(words[place + 1 : place + 2]), place + 2)
+    if drops and re.fullmatch(r"[0-9.]+(e-?[0-9]+)?", value):
+        value = f"{1 - float(value):.12g}"
+    return [*words[:place], option, value, *words[after:]]
+
+
+def by_glob(words: list[str]) -> list[str]:
+    """Every ``--coef GLOB=NUMBER`` as words of --coefs."""
+    left, rules, rest = list[str](), list[str](), iter(words)
+    for word in rest:
+        option, _, value = word.partition("=")
+        given = [option, value] if value else [word, *([next(rest, "")] if word == "--coef" else [])]
+        if given[0] == "--coef" and "=" in given[-1]:
+            rules += given[-1].rpartition("=")[::2]
+        else:
+            left += [word] if value else given
+    if not rules:
+        return words
+    place = left.index("--coefs") if "--coefs" in left else len(left)
+    return [*left[:place], "--coefs", *rules, *left[place + 1 :]]
