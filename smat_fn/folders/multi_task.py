@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
@@ -27,26 +28,22 @@ from ..merge.parts.merger import Merger
 from ..merge.parts.windows import in_order
 from ..merge.weight_average import WeightAverage
 from ..tree import dtype_name
-from .files import Hashing, check_unchanged, identity
+from .files import check_unchanged
 from .inputs.diffusion import copied_metadata
 from .inputs.reading import TASKS, Folder, Read, Store, indexed
-from .prepare import SHARD_SIZE, Options, place_problems, prepare
-from .run import Describe, Plan, Report, planned, read_by, write_job
+from .prepare import SHARD_SIZE, Options, prepare
 from .streaming.chunks import Job, compute_dtype, finite, refuse_values, vectors_of
-from .streaming.estimate import memory_bound, memory_problems
 from .streaming.survey import Survey
 from .writing import Shard, Work, finished_shards, layout_together, shard_file, write_chunk
 
 VECTOR = "vector.safetensors"
 INDEX = f"{VECTOR}.index.json"
-_OF_A_MODEL = {  # options that a folder of several models has no use for, and their defaults
-    "out_dtype": "same", "device": "cpu", "config_from": None, "tokenizer_from": None, "chat_template": None,
-    "heads": "error", "into": None,
-}  # fmt: skip
+# options that a folder of several models has no use for
+_OF_A_MODEL = "out_dtype", "device", "config_from", "tokenizer_from", "chat_template", "heads", "into"
 
 
 class Several(NamedTuple):
-    """A folder of `merge_several`. Raises, where it is opened: ValueError that lists what is broken."""
+    """A folder of the models of all tasks. Raises, where it is opened: ValueError that lists what is broken."""
 
     root: Path
     scales: dict[str, float]  # λ of every task, in the order of the masks
@@ -104,15 +101,16 @@ def is_several(path: Path) -> bool:
     return (path / TASKS).is_file()
 
 
-def prepare_several(
+def prepared(
     config: Merger, base: Path, experts: Mapping[str, Path], out: Path, **options: Unpack[Options]
 ) -> tuple[Job, list[Shard]]:
-    """The job and the files of `merge_several`. Raises: ValueError as `prepare`; for options of a single model."""
+    """`prepare`, for a merger of all tasks with the files of their folder. Raises: ValueError for its other options."""
     if not of_all_tasks(config):
-        raise ValueError(f"{config.name} with these options makes one model: give emr or tall_mask, without a task")
+        return prepare(config, base, experts, out, **options)
     one: Any = config
     given: Mapping[str, Any] = options
-    unfit = [f"{n}={given[n]!r}" for n, usual in _OF_A_MODEL.items() if given.get(n, usual) != usual]
+    usual = {name: option.default for name, option in signature(prepare).parameters.items()}
+    unfit = [f"{name}={given[name]!r}" for name in _OF_A_MODEL if given.get(name, usual[name]) != usual[name]]
     unfit += ["vocabulary='pad-with-base'"] if given.get("vocabulary") == "pad-with-base" else []
     problems = [f"`{what}` requires one model: give `task`, or leave it out" for what in unfit]
     job = None
@@ -142,42 +140,7 @@ def prepare_several(
     return job._replace(config=config, beside={}, notes=notes), shards
 
 
-def merge_several(
-    config: Merger,
-    base: Path,
-    experts: Mapping[str, Path],
-    out: Path,
-    *,
-    describe: Describe | None = None,
-    hashing: Hashing | None = None,
-    **options: Unpack[Options],
-) -> Report:
-    """Merge checkpoint folders into one folder that holds a model for each task (`export_task`), as `merge_folders`.
-
-    Every input is read once. A folder takes 4 bytes a weight (8 where a leaf is float64), and 1/8 byte a weight for
-    each task.
-
-    Args: as of `merge_folders`; ``config.task`` is None.
-    Raises: ValueError as `merge_folders`; for options of a single model.
-    """
-    out = checkpoint.follow(out)
-    job, shards = prepare_several(config, base, experts, out, **options)
-    overwrite, more = options.get("overwrite", False), f"several {read_by(base, experts, options)}"
-    return write_job(job, shards, out, describe=describe, hashing=hashing, overwrite=overwrite, more=more, write=_write)
-
-
-def plan_several(
-    config: Merger, base: Path, experts: Mapping[str, Path], out: Path, **options: Unpack[Options]
-) -> Plan:
-    """The checks of `merge_several`, and what it would need; nothing is written. Raises: as `merge_several`."""
-    job, shards = prepare_several(config, base, experts, out, **options)
-    one: Any = config  # the time is that of a task's model, which reads and computes about the same
-    trial = job._replace(config=replace(one, task=next(iter(experts))))
-    errors.raise_problems(memory_problems(job))
-    return planned(trial, shards, out)._replace(memory=memory_bound(job))
-
-
-def _write(job: Job, survey: Survey, shards: Sequence[Shard], work: Work) -> dict[str, bytes]:
+def write_several(job: Job, survey: Survey, shards: Sequence[Shard], work: Work) -> dict[str, bytes]:
     """Write the shards that the progress does not name, and note each in it with its sums of magnitudes by task.
 
     Returns: `TASKS`.
@@ -240,7 +203,7 @@ def _blocks(job: Job, shard: Shard, descriptor: int) -> Iterator[Callable[[], tu
 
 
 def open_several(path: Path) -> Several:
-    """Read the headers of a folder of `merge_several`. Raises: ValueError that lists what is missing or broken."""
+    """Read the headers of a folder of all tasks. Raises: ValueError that lists what is missing or broken."""
     problems, scales, coefs = list[str](), dict[str, float](), dict[str, float]()
     try:
         facts = checkpoint.read_json(path / TASKS)
@@ -276,40 +239,6 @@ def open_several(path: Path) -> Several:
 
 def _said(leaf: Tensor) -> str:
     return f"{dtype_name(leaf)} {tuple(leaf.shape)}"
-
-
-def export_task(
-    model: Path,
-    base: Path,
-    task: str | None,
-    out: Path,
-    *,
-    describe: Describe | None = None,
-    **options: Unpack[Options],
-) -> Report:
-    """Write the model of one task of a folder of `merge_several`: the bits of the merge for this task alone.
-
-    Args:
-        model: the folder.
-        base: that of the merge.
-        task: one of its tasks.
-        out, describe, options: as of `merge_folders`; without the coefficient, which the folder has.
-
-    Raises: ValueError as `merge_folders`; for an unknown task, masks that do not fit, and another base.
-    """
-    out, found = checkpoint.follow(out), open_several(model)
-    found.place(task)
-    assert task is not None
-    problems = place_problems(out, [model], overwrite=True)
-    job, shards = prepare(WeightAverage(), base, {task: base}, out, **options)
-    if not found.fits(job.base.leaves):
-        problems.append(f"{model} has other parameters than {base}: give the base of that merge")
-    errors.raise_problems(problems)
-    view = found.model(task, job.base)
-    seen = {file: identity(file) for file in view.stores}
-    job = job._replace(experts={task: view}, seen={**job.seen, **seen})
-    overwrite, read = options.get("overwrite", False), read_by(base, {}, options)
-    return write_job(job, shards, out, describe=describe, overwrite=overwrite, more=f"task {task} {read}")
 
 
 def task_params(model: Path, task: str, base: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, Unpack
@@ -18,9 +19,11 @@ from ..merge.parts.inputs import check_variances
 from ..merge.parts.masked import of_all_tasks
 from ..merge.parts.merger import Merger, Rule
 from ..merge.parts.windows import in_order
-from .files import Changed, Hashing, check_unchanged, followed, sampled, size_text
+from ..merge.weight_average import WeightAverage
+from .files import Changed, Hashing, check_unchanged, followed, identity, sampled, size_text
 from .inputs.stacks import layers_read
-from .prepare import Options, prepare
+from .multi_task import open_several, prepared, write_several
+from .prepare import Options, place_problems, prepare
 from .streaming.chunks import Job, Written, rule_of, write_order, written
 from .streaming.estimate import memory_bound, memory_problems, seconds_of
 from .streaming.survey import Survey
@@ -72,7 +75,6 @@ class Plan(NamedTuple):
 
 
 Describe: TypeAlias = Callable[[Sequence[Path], Report], Mapping[str, str]]
-Write: TypeAlias = Callable[[Job, Survey, Sequence[Shard], Work], Mapping[str, bytes]]  # as `merge_shards`
 
 
 # over 60 lines: its docstring explains every argument
@@ -92,6 +94,8 @@ def merge_folders(
     atomically; an interrupted merge resumes after its last complete shard when rerun. Anonymous memory, besides that of
     libraries, stays below 80 bytes x chunk + 32 MiB: it grows neither with the model nor with the number N of experts.
     Mergers that need more of a leaf at once say so in `Merger.memory`: DELLA rows, TSV-Merge whole leaves.
+    EMR-Merging and TALL masks without a task give the models of all tasks in one folder (`multi_task`, `export_task`):
+    4 bytes a weight (8 where a leaf is float64), and 1/8 byte a weight for each task.
 
     Args:
         base, experts: folders, single ``.safetensors`` files, or hub names "owner/name" or "owner/name@revision"; an
@@ -135,9 +139,43 @@ def merge_folders(
             and when the disk is full, where the next call resumes. Nothing is left in ``out`` then.
     """
     out = checkpoint.follow(Path(out))
-    job, shards = prepare(config, base, experts, out, **options)
+    job, shards = prepared(config, base, experts, out, **options)
     overwrite, more = options.get("overwrite", False), read_by(base, experts, options)
     return write_job(job, shards, out, describe=describe, hashing=hashing, overwrite=overwrite, more=more)
+
+
+def export_task(
+    model: Path,
+    base: Path,
+    task: str | None,
+    out: Path,
+    *,
+    describe: Describe | None = None,
+    **options: Unpack[Options],
+) -> Report:
+    """Write the model of one task of a folder of the models of all tasks: the bits of the merge for this task alone.
+
+    Args:
+        model: the folder.
+        base: that of the merge.
+        task: one of its tasks.
+        out, describe, options: as of `merge_folders`; without the coefficient, which the folder has.
+
+    Raises: ValueError as `merge_folders`; for an unknown task, masks that do not fit, and another base.
+    """
+    out, found = checkpoint.follow(out), open_several(model)
+    found.place(task)
+    assert task is not None
+    problems = place_problems(out, [model], overwrite=True)
+    job, shards = prepare(WeightAverage(), base, {task: base}, out, **options)
+    if not found.fits(job.base.leaves):
+        problems.append(f"{model} has other parameters than {base}: give the base of that merge")
+    errors.raise_problems(problems)
+    view = found.model(task, job.base)
+    seen = {file: identity(file) for file in view.stores}
+    job = job._replace(experts={task: view}, seen={**job.seen, **seen})
+    overwrite, read = options.get("overwrite", False), read_by(base, {}, options)
+    return write_job(job, shards, out, describe=describe, overwrite=overwrite, more=f"task {task} {read}")
 
 
 def read_by(base: Path, experts: Mapping[str, Path], options: Mapping[str, Any]) -> str:
@@ -155,12 +193,10 @@ def write_job(
     hashing: Hashing | None = None,
     overwrite: bool,
     more: str | None,
-    write: Write | None = None,
 ) -> Report:
     """Merge what is prepared, as `merge_folders`.
 
-    Args: hashing: as of `merge_folders`; more: what else decides the bytes, of a resumed merge; write: instead of
-        `merge_shards`.
+    Args: hashing: as of `merge_folders`; more: what else decides the bytes, of a resumed merge.
     """
     begin = time.perf_counter()
     errors.raise_problems(memory_problems(job))
@@ -181,7 +217,7 @@ def write_job(
 
             work = Work(folder, progress, save, hashing)
             survey = Survey(job, progress, work.save)
-            made = (write or merge_shards)(job, survey, shards, work)
+            made = (write_several if of_all_tasks(job.config) else merge_shards)(job, survey, shards, work)
             job = job._replace(beside={**job.beside, **made})
             report = completed(job, survey, shards, work, describe, begin)
         except Changed:
@@ -299,23 +335,25 @@ def _smaller(shards: Sequence[Shard]) -> str:
 
 def plan(config: Merger, base: Path, experts: Mapping[str, Path], out: Path, **options: Unpack[Options]) -> Plan:
     """The checks of `merge_folders`, and what it would need; nothing is written. Raises: as `merge_folders` does."""
-    return planned(*prepare(config, base, experts, out, **options), out)
-
-
-def planned(job: Job, shards: Sequence[Shard], out: Path) -> Plan:
-    """`plan` of what is prepared."""
+    job, shards = prepared(config, base, experts, out, **options)
     disk, leaves = sum(shard.size for shard in shards), written(job).leaves.values()
     errors.raise_problems([*memory_problems(job), *room_problems(work_folder(out), shards)])
     return Plan(
         memory_bound(job),
         sum(file.stat().st_size for opened in (job.base, *job.experts.values()) for file in opened.stores),
         disk,
-        seconds_of(job),
+        seconds_of(_of_one_task(job)),
         tuple(shard.file for shard in shards),
         len(leaves),
         sum(leaf.numel() for leaf in leaves),
         job.notes,
     )
+
+
+def _of_one_task(job: Job) -> Job:
+    """The merge for one task, which reads and computes about as much as that for all of them."""
+    one: Any = job.config
+    return job._replace(config=replace(one, task=next(iter(job.experts)))) if of_all_tasks(one) else job
 
 
 def _writes(job: Job, rule: Rule, shard: Shard, descriptor: int) -> Iterator[Callable[[], tuple[float, float, int]]]:

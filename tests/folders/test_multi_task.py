@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from smat_fn.config import Emr, TallMask
 from smat_fn.folders import merge_folders, multi_task
-from smat_fn.folders.multi_task import export_task, merge_several, open_several, prepare_several, task_params
+from smat_fn.folders.multi_task import open_several, task_params
+from smat_fn.folders.run import export_task
 from smat_fn.merge.parts import arithmetic
 
 CONFIGS = {"emr": Emr(), "tall_mask": TallMask(0.4, coef=0.7)}
@@ -23,7 +24,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from smat_fn.config import Emr
-from smat_fn.folders import multi_task
+from smat_fn.folders import merge_folders, multi_task
 write, left = multi_task.write_chunk, [int(sys.argv[4])]
 def dying(*args):
     left[0] -= 1
@@ -32,7 +33,7 @@ def dying(*args):
     write(*args)
 multi_task.write_chunk = dying
 base, folder, out = map(Path, sys.argv[1:4])
-multi_task.merge_several(Emr(), base, {name: folder / f"in-{name}" for name in ("sum", "cstance")}, out, shard_size=60)
+merge_folders(Emr(), base, {name: folder / f"in-{name}" for name in ("sum", "cstance")}, out, shard_size=60)
 """
 
 
@@ -65,7 +66,7 @@ def test_every_task_has_the_bits_of_its_own_merge(name, dtype, count, family, fo
     paths = folders.save_family(tmp_path, base, experts)
     coef = {"odd": 0.5, "*": 0.8}
     options = {"chunk": 5, "workers": 2, "shard_size": 300}
-    report = merge_several(config, *paths, tmp_path / "all", coef=coef, **options)
+    report = merge_folders(config, *paths, tmp_path / "all", coef=coef, **options)
     assert len(list((tmp_path / "all").glob("*.safetensors"))) > 1
     assert report.bytes == sum(leaf.nbytes for leaf in open_several(tmp_path / "all").tensors().values())
     for task in experts:
@@ -81,7 +82,7 @@ def test_every_task_has_the_bits_of_its_own_merge(name, dtype, count, family, fo
 @pytest.mark.parametrize("out_dtype", ["float32", "float16"])
 def test_the_dtype_of_a_model_is_chosen_when_it_is_exported(out_dtype, family, folders, tmp_path):
     paths = folders.save_family(tmp_path, *family(torch.bfloat16))
-    merge_several(Emr(), *paths, tmp_path / "all")
+    merge_folders(Emr(), *paths, tmp_path / "all")
     merge_folders(Emr("qa"), *paths, tmp_path / "own", out_dtype=out_dtype)
     export_task(tmp_path / "all", paths[0], "qa", tmp_path / "exported", out_dtype=out_dtype)
     folders.assert_same_bits(folders.load(tmp_path / "exported"), folders.load(tmp_path / "own"))
@@ -91,7 +92,7 @@ def test_masks_are_bits_that_numpy_unpacks(folders, tmp_path):
     base = {"w": torch.zeros(3, 3)}
     one, two = torch.tensor([1.0, -2, 3, 0, 5, -6, 7, 8, -9]), torch.tensor([2.0, 1, -4, 0, -5, -1, 7, 0, 9])
     experts = {"one": {"w": one.view(3, 3)}, "two": {"w": two.view(3, 3)}}
-    merge_several(Emr(), *folders.save_family(tmp_path, base, experts), tmp_path / "all")
+    merge_folders(Emr(), *folders.save_family(tmp_path, base, experts), tmp_path / "all")
     stored = load_file(tmp_path / "all" / "vector.safetensors")
     assert {name: (leaf.dtype, tuple(leaf.shape)) for name, leaf in stored.items()} == {
         "vector/w": (torch.float32, (3, 3)), "mask/0/w": (torch.uint8, (2,)), "mask/1/w": (torch.uint8, (2,)),
@@ -112,13 +113,13 @@ def test_masks_are_bits_that_numpy_unpacks(folders, tmp_path):
 def test_a_folder_of_three_tasks_is_the_vector_and_a_32nd_for_each(folders, tmp_path):
     experts = {name: {"w": torch.full((64, 64), float(i))} for i, name in enumerate("abc")}
     paths = folders.save_family(tmp_path, {"w": torch.ones(64, 64)}, experts)
-    assert merge_several(CONFIGS["tall_mask"], *paths, tmp_path / "all").bytes == 64 * 64 * 4 * (1 + 3 / 32)
+    assert merge_folders(CONFIGS["tall_mask"], *paths, tmp_path / "all").bytes == 64 * 64 * 4 * (1 + 3 / 32)
 
 
 @pytest.mark.slow
 def test_a_killed_merge_resumes_to_the_same_bytes(family, folders, tmp_path):
     base, experts = folders.save_family(tmp_path, *family(torch.bfloat16, count=2))
-    merge_several(Emr(), base, experts, tmp_path / "whole", shard_size=60)
+    merge_folders(Emr(), base, experts, tmp_path / "whole", shard_size=60)
     first = min((tmp_path / "whole").glob("*.safetensors")).name
     command = [sys.executable, "-c", KILLED, base, tmp_path, tmp_path / "all", "20"]
     assert subprocess.run(list(map(str, command)), check=False).returncode == -signal.SIGKILL
@@ -126,7 +127,7 @@ def test_a_killed_merge_resumes_to_the_same_bytes(family, folders, tmp_path):
     done = tmp_path / ".all.merging" / first
     assert done.exists()
     before = os.stat(done).st_mtime_ns
-    merge_several(Emr(), base, experts, tmp_path / "all", shard_size=60)
+    merge_folders(Emr(), base, experts, tmp_path / "all", shard_size=60)
     assert os.stat(tmp_path / "all" / first).st_mtime_ns == before  # it was not written again
     assert content(tmp_path / "all") == content(tmp_path / "whole")
     assert not list(tmp_path.glob(".*"))
@@ -136,15 +137,11 @@ def test_refusals(family, folders, tmp_path):
     base, experts = folders.save_family(tmp_path, *family(torch.float32))
     given = {"out_dtype": "bfloat16", "config_from": "qa", "chat_template": "auto", "vocabulary": "pad-with-base"}
     with pytest.raises(ValueError, match=r"out_dtype.*config_from.*chat_template.*'pad-with-base'"):
-        merge_several(Emr(), base, experts, tmp_path / "all", heads="keep", **given)
-    with pytest.raises(ValueError, match="emr with these options makes one model"):
-        merge_several(Emr("qa"), base, experts, tmp_path / "all")
-    with pytest.raises(ValueError, match="task of emr is not set: name an expert"):
-        merge_folders(Emr(), base, experts, tmp_path / "all")
+        merge_folders(Emr(), base, experts, tmp_path / "all", heads="keep", **given)
     save_file({"n": torch.arange(3)}, folders.save(tmp_path / "whole", {"n": torch.arange(3)}) / "model.safetensors")
     with pytest.raises(ValueError, match="no floating-point parameters"):
-        prepare_several(Emr(), tmp_path / "whole", {"a": tmp_path / "whole"}, tmp_path / "all")
-    merge_several(Emr(), base, experts, tmp_path / "all")
+        merge_folders(Emr(), tmp_path / "whole", {"a": tmp_path / "whole"}, tmp_path / "all")
+    merge_folders(Emr(), base, experts, tmp_path / "all")
     with pytest.raises(ValueError, match="has no task 'code', one of sum, cstance, qa"):
         export_task(tmp_path / "all", base, "code", tmp_path / "out")
     with pytest.raises(ValueError, match="pass --task, one of sum, cstance, qa"):
@@ -163,11 +160,11 @@ def test_values_that_are_not_finite_leave_nothing(family, folders, tmp_path):
     experts["qa"]["matrix"].view(-1)[3] = torch.nan
     paths = folders.save_family(tmp_path, base, experts)
     with pytest.raises(ValueError, match="parameter 'matrix' of expert 'qa' holds 1 values that are NaN or infinite"):
-        merge_several(Emr(), *paths, tmp_path / "all")
+        merge_folders(Emr(), *paths, tmp_path / "all")
     huge = {name: {"w": torch.full((4,), 3e38)} for name in "ab"}
     large = folders.save_family(tmp_path / "b", {"w": torch.zeros(4)}, huge)
     with pytest.raises(ValueError, match=r"exceeds the range of torch\.float32"):
-        merge_several(CONFIGS["tall_mask"], *large, tmp_path / "all")
+        merge_folders(CONFIGS["tall_mask"], *large, tmp_path / "all")
     assert not list(tmp_path.glob("*all*")) + list(tmp_path.glob(".*"))
 
 
@@ -177,7 +174,7 @@ def test_values_that_are_not_finite_leave_nothing(family, folders, tmp_path):
     ("vector/matrix", torch.zeros(2, dtype=torch.int64), "'vector/matrix' is int64 (2,)"),
 ])  # fmt: skip
 def test_masks_that_do_not_fit_are_told_by_name(name, leaf, told, family, folders, tmp_path):
-    merge_several(Emr(), *folders.save_family(tmp_path, *family(torch.float32)), tmp_path / "all")
+    merge_folders(Emr(), *folders.save_family(tmp_path, *family(torch.float32)), tmp_path / "all")
     file = tmp_path / "all" / multi_task.VECTOR
     held = {**load_file(file), name: leaf}
     save_file({path: tensor for path, tensor in held.items() if tensor is not None}, file)
@@ -187,7 +184,7 @@ def test_masks_that_do_not_fit_are_told_by_name(name, leaf, told, family, folder
 
 def test_a_folder_that_lacks_files_is_told(family, folders, tmp_path):
     base, experts = folders.save_family(tmp_path, *family(torch.float32))
-    merge_several(Emr(), base, experts, tmp_path / "all", shard_size=300)
+    merge_folders(Emr(), base, experts, tmp_path / "all", shard_size=300)
     last = max((tmp_path / "all").glob("*.safetensors"))
     last.write_bytes(last.read_bytes()[:100])
     (tmp_path / "all" / "tasks.json").write_text("{}")

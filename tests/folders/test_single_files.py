@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from smat_fn.config import Emr, TaskArithmetic
 from smat_fn.folders import Part, merge_folders, merge_part, plan
-from smat_fn.folders.multi_task import export_task, merge_several
+from smat_fn.folders.run import export_task
 
 TA = TaskArithmetic(coef=0.5)
 SHAPES = {
@@ -79,7 +79,7 @@ def test_other_outputs_have_the_format_alone(files, folders, tmp_path):
 
 
 def test_the_model_of_a_task_has_the_metadata_once_it_is_exported(files, tmp_path):
-    report = merge_several(Emr(), *files, tmp_path / "several", describe=None)
+    report = merge_folders(Emr(), *files, tmp_path / "several", describe=None)
     assert not [note for note in report.notes if "metadata" in note]
     report = export_task(tmp_path / "several", files[0], "x", tmp_path / "x", describe=None)
     assert metadata(tmp_path / "x/model.safetensors") == {"format": "pt"} | KEPT

@@ -14,7 +14,8 @@ from ...folders import Options, Report, local_folder, merge_folders, open_folder
 from ...folders.files import size_text
 from ...folders.inputs.opening import Place
 from ...folders.inputs.reading import Folder
-from ...folders.multi_task import export_task, is_several, open_several
+from ...folders.multi_task import is_several, open_several
+from ...folders.run import export_task
 from .. import outcome
 from ..recipes.places import folder_name
 from .card import exported_card, licenses_of, rounding

@@ -28,7 +28,6 @@ from ...folders import (
     merge_part,
     part_of,
     plan,
-    prepare,
 )
 from ...folders.files import UNITS, Hashing, size_text
 from ...folders.inputs import hub
@@ -36,9 +35,8 @@ from ...folders.inputs.adapters import is_adapter
 from ...folders.inputs.opening import open_input
 from ...folders.inputs.side_files import TOKENIZER
 from ...folders.inputs.stacks import stack_parts
-from ...folders.multi_task import is_several, merge_several, open_several, plan_several, prepare_several
-from ...folders.streaming.chunks import Job
-from ...folders.writing import Shard, exclusive, tidy
+from ...folders.multi_task import is_several, open_several, prepared
+from ...folders.writing import exclusive, tidy
 from ...merge import lines_rules
 from ...merge.parts.masked import of_all_tasks
 from .. import outcome
@@ -136,9 +134,7 @@ def stream_run(
                 continue
             options, describe = options_of(config, order), partial(_texts, config, order, origins)
             inputs = config, order.base, order.experts, folder
-            if of_all_tasks(config):
-                yield folder, merge_several(*inputs, describe=describe, hashing=hashing, **options)
-            elif order.part is None:
+            if order.part is None:
                 yield folder, merge_folders(*inputs, describe=describe, hashing=hashing, **options)
             else:
                 decided = {"seed": order.seed, **_settings(config, order)}
@@ -152,9 +148,7 @@ def plan_run(configs: Sequence[MergerConfig], order: Order, hashing: Hashing | N
     return {
         order.out / config.name: None
         if config in kept
-        else (plan_several if of_all_tasks(config) else plan)(
-            config, order.base, order.experts, order.out / config.name, **options_of(config, order)
-        )
+        else plan(config, order.base, order.experts, order.out / config.name, **options_of(config, order))
         for config in configs
     }
 
@@ -288,17 +282,10 @@ def kept_of(configs: Sequence[MergerConfig], order: Order, hashing: Hashing) -> 
             problems.append(
                 f"--part requires one model: give --task, or merge {config.name} for all tasks without --part"
             )
-        if found := problems_of(_prepared, config, order, options):
+        if found := problems_of(prepared, config, order.base, order.experts, folder, **options):
             problems += list(name_problems(order.base, order.experts, order.manifests)) or found
     errors.raise_problems(list(dict.fromkeys(problems)))  # all mergers have the same inputs
     return kept
-
-
-def _prepared(config: MergerConfig, order: Order, options: Options) -> tuple[Job, list[Shard]]:
-    """`prepare`, or `prepare_several`, of a merger's folder."""
-    prepared: Any = prepare_several if of_all_tasks(config) else prepare
-    found: tuple[Job, list[Shard]] = prepared(config, order.base, order.experts, order.out / config.name, **options)
-    return found
 
 
 def _other_merge(config: MergerConfig, order: Order, folder: Path, hashing: Hashing) -> list[str]:
@@ -306,8 +293,9 @@ def _other_merge(config: MergerConfig, order: Order, folder: Path, hashing: Hash
     asked = {name: own for name, own in order.searched.get(config.name, {}).items() if name == "asked"}
     if found := differences(folder, {"merge_seed": order.seed, **_settings(config, order), **_stacks(order), **asked}):
         return found
+    options = options_of(config, order) | Options(overwrite=True)
     try:
-        job, _ = _prepared(config, order, options_of(config, order) | {"overwrite": True})
+        job, _ = prepared(config, order.base, order.experts, folder, **options)
     except ValueError as error:
         return [str(error)]
     inputs = {opened.label: opened.stores for opened in (job.base, *job.experts.values())}
