@@ -4,7 +4,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
@@ -129,6 +129,11 @@ def digests(files: Iterable[Path], workers: int) -> dict[Path, str]:
     """SHA-256 of every file, each file once, in several threads. Raises: OSError for one that cannot be read."""
     with Hashing(workers) as hashing:
         return hashing.digests(files)
+
+
+def shared(hashing: Hashing | None, workers: int) -> AbstractContextManager[Hashing]:
+    """``hashing``, which the caller closes, or a new one that ends with the block."""
+    return Hashing(workers) if hashing is None else nullcontext(hashing)
 
 
 def sampled(file: Path) -> str:

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple, Unpack
 
 import torch
 
-from .. import __version__, checkpoint, errors
+from .. import checkpoint, errors
 from ..checkpoint import write_text
 from ..merge.parts.merger import Merger
 from .files import Changed, Hashing, check_unchanged, sampled
 from .inputs.stacks import layers_read
 from .prepare import Options, prepare
-from .run import Describe, Report, completed, cuttable, kept_if_full, merge_shards, moved, room_problems
+from .run import Describe, Report, completed, cuttable, decided, kept_if_full, merge_shards, moved, room_problems
 from .streaming.chunks import Job, written
 from .streaming.estimate import memory_problems
 from .streaming.survey import Survey, trimmed_leaves
@@ -96,17 +96,17 @@ def merge_part(
     job, shards = prepare(config, base, experts, out, **options)
     errors.raise_problems([*memory_problems(job), *_count_problems(part, shards)])
     mine = shares(job, shards, part.total)[part.number - 1]
-    decided = _facts(job, shards, options, described=describe is not None)
-    decided |= {"layers of stacks": [layers_read(Path(path)) for path in (base, *experts.values())], **(facts or {})}
-    decided = json.loads(json.dumps(decided))  # as it is read again
+    asked = _facts(job, shards, options, described=describe is not None)
+    asked |= {"layers of stacks": [layers_read(Path(path)) for path in (base, *experts.values())], **(facts or {})}
+    asked = json.loads(json.dumps(asked))  # as it is read again
     folder, files = work_folder(out), list(job.seen)[part.number - 1 :: part.total]
     with Hashing(job.workers) as hashing, kept_if_full(folder, cuttable(job, shards)), ExitStack() as running:
         with exclusive(out, wait=WAIT):
             recover(out)
             checkpoint.refuse_existing(out, overwrite=options.get("overwrite", False))
-            errors.raise_problems([*_other_problems(folder, part, decided), *room_problems(folder, shards)])
+            errors.raise_problems([*_other_problems(folder, part, asked), *room_problems(folder, shards)])
             running.enter_context(_running(folder, part))
-            progress = _notes(folder).get(part.number) or {"parts": part.total, "facts": decided, "shards": {}}
+            progress = _notes(folder).get(part.number) or {"parts": part.total, "facts": asked, "shards": {}}
 
             def save() -> None:
                 check_unchanged(job.seen)
@@ -130,7 +130,7 @@ def merge_part(
         progress["done"] = True
         save()
         running.close()
-        return _complete(job, shards, out, part, decided, work, describe, begin)
+        return _complete(job, shards, out, part, asked, work, describe, begin)
 
 
 def shares(job: Job, shards: Sequence[Shard], count: int) -> list[list[Shard]]:
@@ -243,19 +243,12 @@ def _count_problems(part: Part, shards: Sequence[Shard]) -> list[str]:
 def _facts(job: Job, shards: Sequence[Shard], options: Mapping[str, Any], *, described: bool) -> dict[str, object]:
     """All that decides the output's bytes, by name; no times and no places."""
     facts: dict[str, object] = {
-        "version of smat_fn": __version__,
+        **decided(job, shards),
         "version of torch": torch.__version__,
-        "merger": job.config.name,
-        "hyperparameters": job.config.settings(),
-        "coef": _digest(job.coefs),
-        "key": None if job.key is None else job.key.tolist(),
-        "device": job.device.type,
         **{name: options.get(name) for name in ("vocabulary", "token_rows", "tokens")},
-        "into": written(job).label,
         "describe": described,
         "order of the experts": list(job.experts),
         "number of files read": len(job.seen),
-        "files of the output": _digest([[shard.file, hashlib.sha256(shard.header).hexdigest()] for shard in shards]),
     }
     for folder in (job.base, *job.experts.values()):
         facts[folder.label] = [[file.name, sampled(file)] for file in folder.stores]
@@ -263,10 +256,6 @@ def _facts(job: Job, shards: Sequence[Shard], options: Mapping[str, Any], *, des
         content = source.read_bytes() if isinstance(source, Path) else source
         facts[name] = hashlib.sha256(content).hexdigest()
     return facts
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def _other_problems(folder: Path, part: Part, facts: Mapping[str, Any]) -> list[str]:

@@ -1,7 +1,7 @@
 """Checks of a merge of folders before any work."""
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -99,11 +99,11 @@ def prepare(
     if not isinstance(experts, Mapping):
         raise ValueError(f"experts is a {type(experts).__name__}: give a mapping {{name: folder}}")
     sizes = {"shard_size": shard_size, "workers": workers, "pad_to_multiple_of": pad_to_multiple_of}
-    problems = _value_problems(
-        sizes=sizes if chunk is None else {**sizes, "chunk": chunk},
-        flags={"overwrite": overwrite, "partial": partial},
-        members={"heads": (heads, ("error", "keep")), "token_rows": (token_rows, get_args(TokenRows))},
-    )
+    sizes |= {} if chunk is None else {"chunk": chunk}
+    problems = [text for name, value in sizes.items() for text in count_problem(name, value)]
+    problems += problems_of(check_member, "heads", heads, ("error", "keep"))
+    problems += problems_of(check_member, "token_rows", token_rows, get_args(TokenRows))
+    problems += flag_problems(overwrite=overwrite, partial=partial)
     problems += [*problems_of(out_dtypes, out_dtype), *_device_problems(device)]
     if tokenizer_from is None and (tokens or pad_to_multiple_of > 1):
         problems.append("tokens and pad_to_multiple_of require tokenizer_from")
@@ -154,17 +154,6 @@ def prepare(
     if start.root.is_file():
         shard_size = max(shard_size, sum(leaf.nbytes for leaf in like.values()))  # as base, whose readers read one file
     return job, layout(like, shard_size, start.outputs, metadata)
-
-
-def _value_problems(
-    *, sizes: Mapping[str, int], flags: Mapping[str, bool], members: Mapping[str, tuple[str, Sequence[str]]]
-) -> list[str]:
-    """Errors for counts below 1, for flags of another type, and for names that are not among the known ones."""
-    return [
-        *(text for name, value in sizes.items() for text in count_problem(name, value)),
-        *(text for name, (value, known) in members.items() for text in problems_of(check_member, name, value, known)),
-        *flag_problems(**flags),
-    ]
 
 
 def _into_problems(config: Merger, others: Iterable[str]) -> list[str]:

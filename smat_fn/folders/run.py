@@ -7,7 +7,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from ..merge.parts.masked import of_all_tasks
 from ..merge.parts.merger import Merger, Rule
 from ..merge.parts.windows import in_order
 from ..merge.weight_average import WeightAverage
-from .files import Changed, Hashing, check_unchanged, followed, identity, sampled, size_text
+from .files import Changed, Hashing, check_unchanged, followed, identity, sampled, shared, size_text
 from .inputs.stacks import layers_read
 from .multi_task import open_several, prepared, write_several
 from .prepare import Options, place_problems, prepare
@@ -201,8 +201,7 @@ def write_job(
     begin = time.perf_counter()
     errors.raise_problems(memory_problems(job))
     folder, recipe = work_folder(out), _recipe(job, shards, more)
-    shared: AbstractContextManager[Hashing] = Hashing(job.workers) if hashing is None else nullcontext(hashing)
-    with exclusive(out), shared as hashing, kept_if_full(folder, cuttable(job, shards)):
+    with exclusive(out), shared(hashing, job.workers) as hashing, kept_if_full(folder, cuttable(job, shards)):
         recover(out)
         checkpoint.refuse_existing(out, overwrite=overwrite)  # what another merge has put there
         errors.raise_problems(room_problems(folder, shards))
@@ -383,16 +382,26 @@ def _recipe(job: Job, shards: Sequence[Shard], more: str | None) -> dict[str, An
         now = job.seen[file]
         known = None if now is None else [now.size, now.modified, now.inode]
         files[str(file)] = [str(file.resolve()), known, sampled(file)]
-    parts = [*decided(job, shards, more), [[name, str(file)] for name, file in read]]
-    return {"settings": hashlib.sha256(json.dumps(parts).encode()).hexdigest(), "files": files}
+    return {"settings": digest_of([decided(job, shards), more, [[n, str(file)] for n, file in read]]), "files": files}
 
 
-def decided(job: Job, shards: Sequence[Shard], more: str | None) -> list[Any]:
-    """Facts that decide the output's bytes, beside the input files, as JSON values. Args: more: as of `write_job`."""
-    key = None if job.key is None else job.key.tolist()
-    headers = [[shard.file, hashlib.sha256(shard.header).hexdigest()] for shard in shards]
-    parts = [__version__, job.config.name, job.config.settings(), job.coefs, key, job.device.type]
-    return [*parts, more, written(job).label, headers]
+def decided(job: Job, shards: Sequence[Shard]) -> dict[str, Any]:
+    """Facts that decide the output's bytes, beside the input files and how they are read, by name; JSON values."""
+    return {
+        "version of smat_fn": __version__,
+        "merger": job.config.name,
+        "hyperparameters": job.config.settings(),
+        "coef": digest_of(job.coefs),
+        "key": None if job.key is None else job.key.tolist(),
+        "device": job.device.type,
+        "into": written(job).label,
+        "files of the output": digest_of([[shard.file, hashlib.sha256(shard.header).hexdigest()] for shard in shards]),
+    }
+
+
+def digest_of(value: object) -> str:
+    """SHA-256 of a JSON value."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def room_problems(folder: Path, shards: Sequence[Shard]) -> list[str]:

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, TypeAlias, Unpack
 import torch
 
 from .. import checkpoint, errors, json_lines
-from ..merge.around.select import choose_coef
+from ..merge.around.select import choose_coef, grid_problems
 from ..merge.around.weights import check_trials, select_weights, weights_of, with_weights
 from ..merge.parts.merger import Merger
-from .files import Hashing
+from .files import Hashing, shared
 from .prepare import Options, prepare
 from .run import decided, read_by, room_problems, write_job
 from .streaming.chunks import Job
@@ -129,8 +129,7 @@ def search_folders(
     if any(first.job.coefs == ready(_at(config, coef)).job.coefs for coef in tried[1:2]):
         problems.append("`coef` has a number for every parameter, so there is nothing to choose: leave it out")
     errors.raise_problems(problems)
-    shared = Hashing(options.get("workers", 1)) if hashing is None else nullcontext(hashing)
-    with shared as hashes, _only(out, place):
+    with shared(hashing, options.get("workers", 1)) as hashes, _only(out, place):
 
         def score_of(config: Merger, *end: str) -> float:
             own, begin = ready(config, *end), time.perf_counter()
@@ -191,9 +190,7 @@ def _tried(config: Merger, coefs: Sequence[float]) -> list[float | None]:
             given = f"{config.coef:g}, leave one out" if hasattr(config, "coef") else "none: leave them out"
             raise ValueError(f"coefs are {list(coefs)}, but the coefficient of {config.name} is {given}")
         return [None]
-    problems = [f"coefficient {coef} to search is not finite" for coef in coefs if not math.isfinite(coef)]
-    problems += [f"coefficients to search are {list(coefs)}: name each once"] if len({*coefs}) < len(coefs) else []
-    errors.raise_problems(problems)
+    errors.raise_problems(grid_problems(coefs))
     return [*sorted(coefs or config.grid)]
 
 
@@ -263,7 +260,7 @@ def _key(own: _Ready, hashing: Hashing, name: str) -> str:
         path: copied[file] if isinstance(file, Path) else hashlib.sha256(file).hexdigest()
         for path, file in job.beside.items()
     }
-    facts = [decided(job, own.shards, own.more), inputs, sorted(files.values()), sorted(beside.items()), name]
+    facts = [decided(job, own.shards), own.more, inputs, sorted(files.values()), sorted(beside.items()), name]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 

@@ -76,6 +76,13 @@ def best_of(curve: Sequence[tuple[T, float]]) -> tuple[T, float]:
     return best
 
 
+def grid_problems(coefs: Sequence[float]) -> list[str]:
+    """Errors for coefficients to search that are not finite, or given twice."""
+    problems = [f"coefficient {coef} to search is not finite" for coef in coefs if not math.isfinite(coef)]
+    twice = len({*coefs}) < len(coefs)
+    return problems + ([f"coefficients to search are {list(coefs)}: name each once"] if twice else [])
+
+
 def grid_edge(coef: float, coefs: Sequence[float]) -> str:
     """Whether a chosen coefficient is the "smallest" or the "largest" of several; an empty text if neither."""
     if len(coefs) < 2 or coef not in (min(coefs), max(coefs)):

@@ -1,6 +1,5 @@
 """Merge in memory: checked inputs, an optional search on dev, a folder with a model card for each merged model."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,7 +16,7 @@ from ...evaluate.scoring import shares_note
 from ...folders import SHARD_SIZE
 from ...folders.inputs.stacks import folders_of
 from ...folders.prepare import buffers_note, skip_notes
-from ...merge.around.select import best_of
+from ...merge.around.select import best_of, grid_problems
 from ...suites import Suite, has_heads
 from .. import outcome
 from ..recipes.own import written
@@ -109,7 +108,7 @@ def _checked(asked: Request) -> tuple[Inputs, Suite | None, dict[str, dict[str, 
     """
     base, experts, configs, lines = asked.base, asked.experts, asked.configs, asked.lines
     problems, sources, names = list[str](), dict[str, Any](), [str(place) for place in range(max(1, len(experts)))]
-    early = _early_problems([asked.out / c.name for c in configs], asked.coefs, overwrite=asked.overwrite)
+    early = _early_problems(asked)
     if asked.over and (wrong := _over_problems(asked)):
         errors.raise_problems([*early, *wrong])
     with errors.collected(problems):
@@ -252,12 +251,12 @@ def _equal(scores: Sequence[float]) -> bool:
     return len(scores) > 1 and not merge.exceeds(max(scores), min(scores))
 
 
-def _early_problems(folders: Sequence[Path], coefs: Sequence[float], *, overwrite: bool) -> list[str]:
+def _early_problems(asked: Request) -> list[str]:
     """Errors for coefficients to search, and for folders that hold no merge, which need no suite to be found."""
-    problems = [f"coefficient {coef} to search is not finite" for coef in coefs if not math.isfinite(coef)]
-    problems += [f"coefficients to search are {list(coefs)}: name each once"] if len({*coefs}) < len(coefs) else []
-    taken = [folder for folder in folders if not overwrite and not is_merged(folder)]
-    return problems + [text for f in taken for text in problems_of(checkpoint.refuse_existing, f, overwrite=False)]
+    folders = [asked.out / config.name for config in asked.configs]
+    taken = [folder for folder in folders if not asked.overwrite and not is_merged(folder)]
+    existing = [text for f in taken for text in problems_of(checkpoint.refuse_existing, f, overwrite=False)]
+    return grid_problems(asked.coefs) + existing
 
 
 def _option_problems(

@@ -5,7 +5,6 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -29,7 +28,7 @@ from ...folders import (
     part_of,
     plan,
 )
-from ...folders.files import UNITS, Hashing, size_text
+from ...folders.files import UNITS, Hashing, shared, size_text
 from ...folders.inputs import hub
 from ...folders.inputs.adapters import is_adapter
 from ...folders.inputs.opening import open_input
@@ -123,7 +122,7 @@ def stream_run(
     Raises: ValueError that lists all problems of all mergers before any merging; later as `merge_folders`.
     """
     origins: dict[tuple[str, ...], str] = {}
-    with _shared(hashing, order) as hashing:
+    with shared(hashing, order.options.get("workers", 1)) as hashing:
         kept = kept_of(configs, order, hashing)
         for config in configs:
             folder = order.out / config.name
@@ -143,7 +142,7 @@ def stream_run(
 
 def plan_run(configs: Sequence[MergerConfig], order: Order, hashing: Hashing | None = None) -> dict[Path, Plan | None]:
     """Memory, disk and time of `stream_run`, None for a merge that is done; nothing is written. Raises: the same."""
-    with _shared(hashing, order) as hashing:
+    with shared(hashing, order.options.get("workers", 1)) as hashing:
         kept = kept_of(configs, order, hashing)
     return {
         order.out / config.name: None
@@ -151,11 +150,6 @@ def plan_run(configs: Sequence[MergerConfig], order: Order, hashing: Hashing | N
         else plan(config, order.base, order.experts, order.out / config.name, **options_of(config, order))
         for config in configs
     }
-
-
-def _shared(hashing: Hashing | None, order: Order) -> AbstractContextManager[Hashing]:
-    """``hashing``, which the caller closes, or a new one."""
-    return Hashing(order.options.get("workers", 1)) if hashing is None else nullcontext(hashing)
 
 
 def run(
