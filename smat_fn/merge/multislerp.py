@@ -90,7 +90,7 @@ class MultiSlerp(Merger):
         return _weights(experts, self.weights)[0]
 
     def rule(self, leaves: Mapped) -> Rule:
-        _, weights = _weights([{}] * len(leaves.experts), self.weights)
+        _, weights = _weights(dict.fromkeys(leaves.experts), self.weights)
 
         def fuse(path: str) -> Fuse:
             shares = shares_of(leaves.gram(path), weights)

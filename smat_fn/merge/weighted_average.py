@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -127,13 +128,15 @@ class WeightedAverage(Merger):
     """True: divide weights by their sum; False: take weights as they are, not divided by their sum."""
 
     def rule(self, leaves: Mapped) -> Rule:
+        given: Any = self.weights  # a function's may be by name
+        shares = [given[name] for name in leaves.experts] if isinstance(given, Mapping) else given
+
         def loop(path: str) -> looped.Loop:
-            weights = _of(path, self.weights)
+            weights = _of(path, shares)
             return partial(looped.averaged, weights=weights, divisor=divisor_of(weights, normalize=self.normalize))
 
-        if any(isinstance(weight, Mapping) for weight in self.weights):  # of a recipe
+        if any(isinstance(weight, Mapping) for weight in shares):  # of a recipe
             return Rule(
-                lambda path: lambda piece: mean_of(piece.deltas, _of(path, self.weights), normalize=self.normalize),
-                loop=loop,
+                lambda path: lambda piece: mean_of(piece.deltas, _of(path, shares), normalize=self.normalize), loop=loop
             )
-        return Rule(total=lambda parts: mean_of(parts, self.weights, normalize=self.normalize), loop=loop)
+        return Rule(total=lambda parts: mean_of(parts, shares, normalize=self.normalize), loop=loop)

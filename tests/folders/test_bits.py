@@ -62,6 +62,8 @@ CONFIGS = {
 MORE = {
     "weighted": WeightedAverage((0.7, -0.2, 1.3)),
     "weighted sum": WeightedAverage((0.7, -0.2, 1.3), normalize=False),
+    "weighted by name": WeightedAverage({"qa": 1.3, "sum": 0.7, "cstance": -0.2}),
+    "multislerp by name": MultiSlerp(weights={"qa": 1.3, "sum": 0.7, "cstance": 0.2}),
     "wise_ft": WiseFt(coef=0.3),
     "slerp": Slerp(coef=0.3),
     "metagpt": MetaGpt(coef=0.7),

@@ -563,6 +563,12 @@ def test_multislerp_where_directions_cancel_out():
         of(merge.multislerp, one, two, weights=[1.0])
 
 
+def test_multislerp_takes_weights_by_name():
+    base, experts = {"w": torch.zeros(2)}, {"a": {"w": torch.tensor([3.0, 0.0])}, "b": {"w": torch.tensor([0.0, 4.0])}}
+    found = merge.multislerp(base, experts, weights={"b": 3.0, "a": 1.0})
+    assert found["w"].equal(merge.multislerp(base, experts, weights=[1.0, 3.0])["w"])
+
+
 def test_sce_by_hand():
     one, two = torch.tensor([4.0, 1.0, 0.0, 1.0]), torch.tensor([2.0, -1.0, 2.0, 1.0])
     # squares 18 and 10; signs +, + (a sum of 0), +, +
