@@ -520,9 +520,8 @@ def rerank(
     *,
     tasks: Sequence[str],
     repeats: Mapping[str, int],
-    top: int = 2,
 ) -> Reranked[T]:
-    """The candidate of the largest mean score over decodes, among the ``top`` that are best in the first decode.
+    """The candidate of the largest mean score over decodes, of the two that are best in the first decode.
 
     All tasks count alike; a task without repeats keeps its score. Ties go to the earlier candidate in both stages.
 
@@ -543,11 +542,9 @@ def rerank(
 
     places = range(len(candidates))
     once = merge.choose(places, lambda place: decode(place, first))
-    best, rest = [once.best], [place for place in places if place != once.best]
-    while rest and len(best) < top:
-        best.append(merge.choose(rest, lambda place: once.curve[place][1]).best)
-        rest.remove(best[-1])
-    several = merge.choose(sorted(best), lambda place: decode(place, more))
+    rest = [place for place in places if place != once.best]
+    second = [merge.choose(rest, lambda place: once.curve[place][1]).best] if rest else []
+    several = merge.choose(sorted([once.best, *second]), lambda place: decode(place, more))
     return Reranked(
         candidates[several.best],
         {task: fmean(values) for task, values in found[several.best].items()},

@@ -68,19 +68,14 @@ def fields_of(file: Path, kind: str) -> dict[str, Any]:
     return found
 
 
-def load(file: Path, *, into: str | None = None, partial: bool = False) -> Recipe:
-    """The merge that a file describes, in mergekit's format or in that of `own.written`.
+def recipe_of(found: dict[str, Any], file: Path, *, into: str | None = None, partial: bool = False) -> Recipe:
+    """The merge that the fields of a file describe, in mergekit's format or in that of `own.written`.
 
-    Args: into: the model whose language model is merged (`folders.Options`), so that models differ in their names;
-        partial: models may lack leaves of base.
+    Args: file: in which they stand, perhaps in one of its documents; into: the model whose language model is merged
+        (`folders.Options`), so that models differ in their names; partial: models may lack leaves of base.
     Raises: ValueError that lists every field that is unknown, malformed, or asks for what no merger here does; no
         model is looked at before.
     """
-    return recipe_of(fields_of(file, "a recipe"), file, into=into, partial=partial)
-
-
-def recipe_of(found: dict[str, Any], file: Path, *, into: str | None = None, partial: bool = False) -> Recipe:
-    """`load` of fields that were read from the file, or from a document of it."""
     if "merger" in found:
         return read_own(found, file)
     if foreign := foreign_file(found, file):

@@ -38,7 +38,7 @@ class Recipe(NamedTuple):
 def written(
     config: MergerConfig, base: Path, experts: Mapping[str, Path], coef: Any, settings: Mapping[str, Any]
 ) -> str:
-    """The file of a merge: `load` reads it again. It names folders without their paths; `sources` holds the paths."""
+    """The file of a merge, which `load.recipe_of` reads. It names folders without paths; `sources` holds the paths."""
     facts = {
         "smat_fn": __version__,
         "merger": config.name,

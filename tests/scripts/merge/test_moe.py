@@ -17,7 +17,7 @@ from smat_fn.folders.mixtures import merge_mixture, open_models
 from smat_fn.merge.around.mixture import QWEN2, mixture, normal, random_rows, rows
 from smat_fn.scripts.merge import moe, settings
 from smat_fn.scripts.merge.finished import verify
-from smat_fn.scripts.recipes.load import load as load_recipe
+from smat_fn.scripts.recipes.load import recipe_of
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -330,7 +330,7 @@ def test_all_fields_that_are_not_supported_are_refused_by_name_at_once(tmp_path)
     with pytest.raises(ValueError, match="experts have the same prompts"):
         moe.load(tmp_path / "same.yml")
     with pytest.raises(ValueError, match=r"describes a mixture of experts: run merge\.py moe"):
-        load_recipe(tmp_path / "same.yml")
+        recipe_of({"base_model": "B", "experts": same}, tmp_path / "same.yml")
     for text, told in ("[1]", "holds a list"), ("a: [", "cannot be read as YAML"):
         (tmp_path / "bad.yml").write_text(text)
         with pytest.raises(ValueError, match=told):

@@ -22,7 +22,7 @@ from smat_fn.scripts import entry
 from smat_fn.scripts.cli import spoken
 from smat_fn.scripts.merge import commands, exporting, settings, streaming
 from smat_fn.scripts.recipes import resolve
-from smat_fn.scripts.recipes.load import load
+from smat_fn.scripts.recipes.load import fields_of, recipe_of
 
 GOLDEN = Path(__file__).parent / "golden"
 _spec = importlib.util.spec_from_file_location("make_recipes", GOLDEN.parent / "make_recipes.py")
@@ -43,6 +43,10 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="module")
 def golden():
     return load_file(GOLDEN / "recipes.safetensors")
+
+
+def load(file):
+    return recipe_of(fields_of(file, "a recipe"), file)
 
 
 def merged(recipe, models, out, **options):

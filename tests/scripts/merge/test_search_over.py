@@ -30,7 +30,7 @@ from smat_fn.scripts.merge import suite as scoring
 from smat_fn.scripts.merge.choosing import merge_one
 from smat_fn.scripts.merge.inputs import Inputs
 from smat_fn.scripts.merge.searched import over_of, with_searched
-from smat_fn.scripts.recipes.load import load
+from smat_fn.scripts.recipes.load import fields_of, recipe_of
 
 TASKS = ("rot90", "mirror")
 TIES = Ties(aggregate="sum", scope="global")
@@ -283,7 +283,8 @@ def test_model_card_and_manifest_hold_every_score_and_the_recipe_the_choice(runs
     edges = found.option_edges
     chosen = ", ".join(f"{name} {value} ({edges[name]} of those tried)" for name, value in found.options.items())
     assert said[4].startswith(f"merged: {tmp_path / 'consensus'}, {chosen}, coef {found.coef:g} (")
-    recipe = load(tmp_path / "consensus" / checkpoint.RECIPE)
+    file = tmp_path / "consensus" / checkpoint.RECIPE
+    recipe = recipe_of(fields_of(file, "a recipe"), file)
     assert recipe.config == Consensus(**hyperparameters)
 
 
