@@ -951,7 +951,7 @@ MUTANTS = [
     *_of("data/pixels.py:content", ('len(encoded).to_bytes(8, "little") + encoded', "encoded")),
     *_of(
         "folders/run.py",
-        ("[*parts, more, written(job).label,", "[*parts, written(job).label,"),
+        ("[decided(job, shards), more,", "[decided(job, shards),"),
         ("needed - present <= free", "needed <= free"),
     ),
     *_of(

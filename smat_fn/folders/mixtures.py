@@ -187,7 +187,9 @@ def merge_mixture(
     Args:
         models: those of `open_models`.
         router: (layers, N, width); the last row is that of a shared expert.
-        residual_scales, noise_scales, key: as of `merge.around.mixture.mixture`.
+        residual_scales: a factor of each expert's ``down_proj``; None: 1.
+        noise_scales: standard deviation of normal noise added to each expert's MLPs, before the factor; None: 0.
+        key: int64 (2,), of the noise; the name of a parameter in the mixture is folded into it.
         out_dtype, shard_size, chunk, workers, overwrite, describe: as of `merge_folders`.
         notes: that the report is to hold too.
 

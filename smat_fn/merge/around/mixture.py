@@ -1,7 +1,15 @@
-"""Mixtures of experts of dense models (`ARCHITECTURES`): base's attention, every expert's MLP, a router a layer."""
+"""Mixtures of experts of dense models (`ARCHITECTURES`): in every layer Σ_i p_i MLP_i(x).
+
+p is the softmax of the largest entries of ``router x``. Attention, norms, embeddings and head are base's. With equal
+MLPs the mixture computes what base does, whatever the router: the p_i that count add up to 1. A shared expert, the last
+one, adds ``sigmoid(r x) MLP(x)``, r the router's last row. Parameters have the names of checkpoints; what a Qwen2-MoE
+has and its models do not is zero: biases, and a shared expert of width 128.
+
+Source: Jiang et al., "Mixtral of experts", 2024; mergekit 0.1.5, moe/mixtral.py, moe/qwen.py and moe/qwen3.py.
+"""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from math import isfinite, prod
 from typing import NamedTuple
@@ -9,10 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ... import errors, random, tree
+from ... import errors, random
 from ...tree import compute_dtype, dtype_name
-from ...types import Params
-from ..parts.inputs import Experts, type_problems
+from ..parts.inputs import type_problems
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _PARTS = "mlp.gate_proj.weight", "mlp.down_proj.weight", "mlp.up_proj.weight"
@@ -46,14 +53,6 @@ QWEN3 = Architecture("Qwen3-MoE", "Qwen3Moe", ("qwen3",), "mlp", _OWN, kept=_NOR
 QWEN2 = Architecture("Qwen2-MoE", "Qwen2Moe", ("qwen2", "llama", "mistral"), "mlp", _OWN, kept=_BIASES, shared=True)
 ARCHITECTURES = MIXTRAL, QWEN3, QWEN2  # of several for one kind of model the first is the default
 UNUSED = 128  # width of a shared expert of zeros: quantisers' groups, and devices, divide it
-
-
-def architecture_of(paths: Iterable[str], *, shared: bool = False) -> Architecture:
-    """The architecture of a mixture of models with these parameters: Qwen3 normalises queries, Qwen2 has biases."""
-    names = tuple(paths)
-    if any(name.endswith(_NORMS) for name in names):
-        return QWEN3
-    return QWEN2 if shared or any(name.endswith(_BIASES) for name in names) else MIXTRAL
 
 
 class Origin(NamedTuple):
@@ -144,63 +143,6 @@ def fit_problems(base: Mapping[str, Tensor], experts: Mapping[str, Mapping[str, 
             if part.startswith("mlp.")
         ][:3]
     return problems
-
-
-def mixture(
-    base: Params,
-    experts: Experts,
-    router: Tensor,
-    *,
-    shared: bool = False,
-    residual_scales: Sequence[float | None] = (),
-    noise_scales: Sequence[float | None] = (),
-    key: Tensor | None = None,
-) -> dict[str, Tensor]:
-    """A mixture of experts: in every layer ``Σ_i p_i MLP_i(x)``, p the softmax of the largest entries of ``router x``.
-
-    Attention, norms, embeddings and head are base's. With equal MLPs the mixture computes what base does, whatever the
-    router: the p_i that count add up to 1. A shared expert adds ``sigmoid(r x) MLP(x)``, r the router's last row.
-
-    Args:
-        base: tree of a Llama, Mistral, Qwen2 or Qwen3 language model.
-        experts: {name: tree} or a list of N trees, of which the MLPs are read.
-        router: (layers, N, width), a row for each expert (`rows`).
-        shared: the last expert is shared: every token goes through it. Not for Qwen3.
-        residual_scales: a factor of each expert's ``down_proj``; None: 1.
-        noise_scales: standard deviation of normal noise added to each expert's MLPs, before the factor; None: 0.
-        key: int64 (2,), of the noise; the name of a parameter in the mixture is folded into it.
-
-    Returns:
-        A flat tree of base's dtypes, in the names of checkpoints of ``MixtralForCausalLM``, for a Qwen3 of
-        ``Qwen3MoeForCausalLM``, for a Qwen2 and with a shared expert of ``Qwen2MoeForCausalLM``. What a Qwen2-MoE has
-        and its models do not is zero: biases, and a shared expert of width 128.
-
-    Raises:
-        ValueError: lists parameters without a place in the mixture, and experts and routers of other shapes.
-
-    Source: Jiang et al., "Mixtral of experts", 2024; mergekit 0.1.5, moe/mixtral.py, moe/qwen.py and moe/qwen3.py.
-    """
-    start = tree.flatten(base)
-    if not isinstance(experts, (Mapping, list, tuple)) or not experts:
-        raise ValueError(f"experts are {experts!r}: give a mapping {{name: tree}} or a list of trees, at least one")
-    named = experts if isinstance(experts, Mapping) else {str(i): own for i, own in enumerate(experts)}
-    flat = {str(name): tree.flatten(own) for name, own in named.items()}
-    found = origins(start, len(flat), architecture_of(start, shared=shared), shared=shared)
-    problems = [*fit_problems(start, flat), *router_problems(found, start, len(flat), router)]
-    problems += change_problems(residual_scales, noise_scales, len(flat), key)
-    errors.raise_problems(problems)
-    every, made_of = list(flat.values()), changes(residual_scales, noise_scales, len(flat))
-
-    def leaf(path: str, origin: Origin) -> Tensor:
-        if (own := made(origin, start, router)) is not None:
-            return own.clone(memory_format=torch.contiguous_format)
-        if origin.expert is None:
-            return start[origin.path].detach().clone()
-        whole = every[origin.expert][origin.path].detach()
-        own = changed(whole.reshape(-1), made_of[origin.expert], key, path).reshape(whole.shape)
-        return own.to(start[origin.path].dtype, copy=True)
-
-    return {path: leaf(path, origin) for path, origin in found.items()}
 
 
 class Change(NamedTuple):

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from smat_fn import random
 from smat_fn.folders.mixtures import merge_mixture, open_models
-from smat_fn.merge.around.mixture import QWEN2, mixture, normal, random_rows, rows
+from smat_fn.merge.around import mixture as parts
+from smat_fn.merge.around.mixture import MIXTRAL, QWEN2, normal, random_rows, rows
 from smat_fn.scripts.merge import moe, settings
 from smat_fn.scripts.merge.finished import verify
 from smat_fn.scripts.recipes.load import recipe_of
@@ -45,6 +46,19 @@ def mixed(folder, **more):
     assert "Moe" in type(model).__name__ or "Mixtral" in type(model).__name__
     assert not any(told.values())
     return model
+
+
+def mixture(base, experts, router, kind=MIXTRAL, *, shared=False, residual_scales=(), noise_scales=(), key=None):
+    """The parameters of a mixture, in memory."""
+    found, changes = {}, parts.changes(residual_scales, noise_scales, len(experts))
+    for path, origin in parts.origins(base, len(experts), kind, shared=shared).items():
+        found[path] = parts.made(origin, base, router)
+        if origin.expert is not None:
+            leaf = experts[origin.expert][origin.path]
+            found[path] = parts.changed(leaf.reshape(-1), changes[origin.expert], key, path).view_as(leaf)
+        elif found[path] is None:
+            found[path] = base[origin.path]
+    return found
 
 
 def weights(folder):
@@ -154,7 +168,7 @@ def test_a_router_that_is_sure_computes_its_expert_with_the_attention_of_base(mo
     dense.load_state_dict({k: a[k] if ".mlp." in k else v for k, v in base.items()})
     with torch.no_grad():
         torch.testing.assert_close(mixed(tmp_path / "out")(TEXT).logits, dense(TEXT).logits, rtol=1e-4, atol=1e-5)
-    found = mixture(base, {"A": a, "B": b}, router)
+    found = mixture(base, [a, b], router)
     stored = weights(tmp_path / "out")
     assert found.keys() == stored.keys()
     assert all(torch.equal(leaf, stored[path]) for path, leaf in found.items())
@@ -189,7 +203,7 @@ def test_folders_with_noise_and_a_shared_expert_hold_the_function_bit_for_bit(ki
     base, *experts = (weights(tmp_path / name) for name in ("BASE", "A", "B", "C"))
     router = random_rows(random.key(1), (2, 3, 8), uniform=True)
     changes = {"residual_scales": [0.5, None, -2.0], "noise_scales": [None, 0.3, 0.1], "key": random.key(7)}
-    found = mixture(base, experts, router, shared=True, **changes)
+    found = mixture(base, experts, router, QWEN2, shared=True, **changes)
     opened = open_models(tmp_path / "BASE", {name: tmp_path / name for name in "ABC"}, per_token=2, shared=True)
     assert opened.architecture is QWEN2
     for place, (chunk, workers) in {"one": (7, 1), "two": (1 << 12, 2)}.items():
@@ -206,11 +220,11 @@ def test_folders_with_noise_and_a_shared_expert_hold_the_function_bit_for_bit(ki
     assert torch.equal(found[f"{block}experts.0.up_proj.weight"], experts[0]["model.layers.1.mlp.up_proj.weight"])
     assert torch.equal(found[f"{block}shared_expert_gate.weight"], router[1, 2:])
     with pytest.raises(ValueError, match=r"key is None, and noise_scales need one: give smat_fn.random.key"):
-        mixture(base, experts, router, noise_scales=[0.1])
+        merge_mixture(opened, router, tmp_path / "out", noise_scales=[0.1])
     with pytest.raises(ValueError, match="shared is True, and there is no other expert: leave it out"):
-        mixture(base, experts[:1], router[:, :1], shared=True)
+        parts.origins(base, 1, QWEN2, shared=True)
     with pytest.raises(ValueError, match=r"noise_scales has nan, must be finite"):
-        mixture(base, experts, router, noise_scales=[float("nan")])
+        merge_mixture(opened, router, tmp_path / "out", noise_scales=[float("nan")])
 
 
 def test_normal_numbers_are_the_same_in_any_chunks_and_normal():
@@ -390,25 +404,19 @@ def test_models_that_do_not_fit_are_refused_before_anything_is_written(tmp_path)
         file.unlink()
     with pytest.raises(ValueError, match=r"base: the tokenizer of .* cannot be read"):
         made(make_moe.file_of("hidden", tmp_path), tmp_path / "out")
-    base, *experts = (weights(tmp_path / name) for name in ("BASE", "A"))
-    with pytest.raises(ValueError, match=r"must be floats \(2, 1, 8\)"):
-        mixture(base, experts, torch.zeros(2, 2, 8))
-    with pytest.raises(ValueError, match=r"expert '0' lacks parameter .*router holds values that are NaN"):
-        mixture(base, [{}], torch.full((2, 1, 8), torch.nan))
-    router = torch.zeros(2, 1, 8)
-    for scales, told in (
-        (1.0, "residual_scales is 1.0: give a list of numbers"),
-        (["1"], "residual_scales is '1', must be a number"),
-        ([float("nan")], "residual_scales has nan, must be finite"),
-        ([1, 2], "residual_scales has 2 numbers, there are 1 experts"),
+    opened = open_models(tmp_path / "BASE", {"A": tmp_path / "A"}, per_token=1)
+    for router, scales, told in (
+        (torch.zeros(2, 2, 8), (), r"must be floats \(2, 1, 8\)"),
+        (torch.full((2, 1, 8), torch.nan), (), "router holds values that are NaN"),
+        (None, (), "router is a NoneType, must be a tensor"),
+        (torch.zeros(2, 1, 8), 1.0, "residual_scales is 1.0: give a list of numbers"),
+        (torch.zeros(2, 1, 8), ["1"], "residual_scales is '1', must be a number"),
+        (torch.zeros(2, 1, 8), [float("nan")], "residual_scales has nan, must be finite"),
+        (torch.zeros(2, 1, 8), [1, 2], "residual_scales has 2 numbers, there are 1 experts"),
     ):
         with pytest.raises(ValueError, match=told):
-            mixture(base, experts, router, residual_scales=scales)
-    with pytest.raises(ValueError, match="router is a NoneType, must be a tensor"):
-        mixture(base, experts, None)
-    for none in (None, []):
-        with pytest.raises(ValueError, match=r"give a mapping .* or a list of trees, at least one"):
-            mixture(base, none, router)
+            merge_mixture(opened, router, tmp_path / "out", residual_scales=scales)
+    assert "expert '0' lacks parameter" in parts.fit_problems(weights(tmp_path / "BASE"), {"0": {}})[0]
     assert not (tmp_path / "out").exists()
 
 
@@ -462,7 +470,7 @@ def test_a_shared_expert_of_qwen3_models_is_an_error(tmp_path):
         made(make_moe.file_of("random", tmp_path, **make_moe.shared_by(tmp_path)), tmp_path / "out")
     base = weights(tmp_path / "BASE")
     with pytest.raises(ValueError, match="shared is True, and a Qwen3-MoE has no shared expert: leave it out"):
-        mixture(base, [base, base], torch.zeros(2, 2, 8), shared=True)
+        mixture(base, [base, base], torch.zeros(2, 2, 8), parts.QWEN3, shared=True)
 
 
 def test_every_expert_has_a_name_of_its_own(models, tmp_path):
