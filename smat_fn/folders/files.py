@@ -53,7 +53,7 @@ def check_unchanged(seen: Mapping[Path, Identity | None]) -> None:
 
 
 class Hashing:
-    """SHA-256 of files in threads beside other work, of a file that does not change once.
+    """Hashes files (SHA-256) in threads beside other work; a file that does not change is hashed once.
 
     At the end of the block what is not asked for is given up.
     """

@@ -104,7 +104,10 @@ def is_several(path: Path) -> bool:
 def prepared(
     config: Merger, base: Path, experts: Mapping[str, Path], out: Path, **options: Unpack[Options]
 ) -> tuple[Job, list[Shard]]:
-    """`prepare`, for a merger of all tasks with the files of their folder. Raises: ValueError for its other options."""
+    """`prepare` of any merger; one of all tasks gets the files of a folder for all of them.
+
+    Raises: ValueError as `prepare`; of a merger of all tasks for options of a single model.
+    """
     if not of_all_tasks(config):
         return prepare(config, base, experts, out, **options)
     one: Any = config

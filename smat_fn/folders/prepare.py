@@ -34,11 +34,7 @@ from .writing import Shard, layout
 OutDtype: TypeAlias = Literal["same", "float32", "bfloat16", "float16", "float64"]
 _COUNT = "num_batches_tracked"  # of batch norms
 _OUT: dict[str, torch.dtype | None] = {
-    "same": None,
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
+    name: None if name == "same" else getattr(torch, name) for name in get_args(OutDtype)
 }
 SHARD_SIZE = 5 * 10**9
 

@@ -302,13 +302,13 @@ def _manifest(job: Job, files: Sequence[Path], report: Report) -> dict[str, str]
 
 
 def cuttable(job: Job, shards: Sequence[Shard]) -> Sequence[Shard]:
-    """The shards that ``shard_size`` decides about: none where the output is one file, as base is."""
+    """The shards that a smaller ``shard_size`` would cut: none where the output is one file, as base is."""
     return () if job.base.root.is_file() else shards
 
 
 @contextmanager
 def kept_if_full(folder: Path, shards: Sequence[Shard]) -> Iterator[None]:
-    """Raises: ValueError in place of the error of a full disk. Args: shards: as of `cuttable`."""
+    """Turn the error of a full disk into a ValueError that says how to resume. Args: shards: as of `cuttable`."""
     try:
         yield
     except OSError as error:

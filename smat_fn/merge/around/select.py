@@ -1,4 +1,4 @@
-"""The coefficient γ, and the sparsity, that do best on dev data; candidates live in memory only."""
+"""The coefficient γ that does best by any score, one for all weights or for each block, and the grids to try."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

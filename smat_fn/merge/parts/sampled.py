@@ -31,7 +31,7 @@ class Scaled(NamedTuple):
     factors: Tensor
 
     def numbers(self) -> Tensor:
-        """Them, flat."""
+        """These magnitudes, flat."""
         dtype, length = self.factors.dtype, self.length
         one, two = (vector.to(dtype) for vector in self.vectors)
         first, skipped = divmod(self.start, length)

@@ -60,10 +60,13 @@ class All:
 
 if TYPE_CHECKING:
     Chosen: TypeAlias = All | MergerConfig
+    Few: TypeAlias = All | MergerConfig
 else:
-    Chosen = Union[  # noqa: UP007 - built from the registry
-        tuple(Annotated[c, subcommand(c.name, description=c.__doc__)] for c in (All, *MERGERS, *MORE_MERGERS))
-    ]
+    few, more = (
+        [Annotated[kind, subcommand(kind.name, description=kind.__doc__)] for kind in kinds]
+        for kinds in ((All, *MERGERS), MORE_MERGERS)
+    )
+    Few, Chosen = Union[tuple(few)], Union[(*few, *more)]  # noqa: UP007 - of a list
 
 
 NAMES = [All.name, *(config.name for config in (*MERGERS, *MORE_MERGERS))]
@@ -204,12 +207,6 @@ class Merge:
     choice: Annotated[Choices, arg(name="coefficient")]
     output: Annotated[Outputs, arg(name="output")]
     machine: Annotated[Machine, arg(name="machine")]
-
-
-if TYPE_CHECKING:
-    Few: TypeAlias = All | MergerConfig
-else:
-    Few = Union[tuple(Annotated[c, subcommand(c.name, description=c.__doc__)] for c in (All, *MERGERS))]  # noqa: UP007 - built from the registry
 
 
 @dataclass(frozen=True, kw_only=True)

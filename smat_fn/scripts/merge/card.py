@@ -121,7 +121,7 @@ def _licenses(manifest: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, di
 
 
 def _license_metadata(own: Mapping[str, Any]) -> dict[str, Any]:
-    """A license as metadata of another model card, where a link that is a path would name a file of that folder."""
+    """A license for another model card, without a link that is a path: it would name a file of that other folder."""
     return {name: value for name, value in own.items() if name != "license_link" or value.startswith("http")}
 
 
@@ -245,7 +245,7 @@ def _with_metadata(text: str, metadata: Mapping[str, Any]) -> str:
 
 
 def _cell(name: str) -> str:
-    """A name in a table, of which a bar would begin the next cell."""
+    """A name as a table's cell; a bar, which would begin the next cell, is escaped."""
     return _text(name).replace("|", "\\|")
 
 

@@ -1,4 +1,4 @@
-"""Search of coefficients and sparsity on dev: candidates share one buffer, every score is computed once."""
+"""Merge in memory, and search coefficients and sparsity on dev: candidates share one buffer, no score comes twice."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -186,7 +186,7 @@ class Models:
         return work()
 
     def home(self, params: Params) -> Params:
-        """Merged parameters where the inputs came from, on the CPU; nothing is left on the device."""
+        """Merged parameters on the CPU, where the inputs came from; the device's memory is freed."""
         if self._device is None:
             return params
         params = _moved(tree.flatten(params), torch.device("cpu"))
@@ -387,8 +387,10 @@ def _cost(candidates: int, scorer: Scorer, before: Cost, merging: float) -> Trie
 
 
 def with_buffers(inputs: Inputs) -> tuple[dict[str, dict[str, Tensor]], str]:
-    """Experts for a merger without a base, and a note: leaves that are not floating-point, as counts of batches, are
-    base's where the experts' differ, as in a merge on disk."""
+    """Experts with base's integer leaves where the experts' differ (counts of batches), and a note; as on disk.
+
+    For a merger without a base, which takes one value of such a leaf.
+    """
     first, *rest = inputs.experts.values()
     unlike = sorted(
         path
@@ -403,8 +405,10 @@ def with_buffers(inputs: Inputs) -> tuple[dict[str, dict[str, Tensor]], str]:
 
 
 def widened(base: Leaves, experts: Mapping[str, Leaves]) -> Mapping[str, Leaves]:
-    """Experts for a merger without a base, which wants one dtype of a leaf: where one expert's is not base's, as that
-    of an adapter, all are in compute dtype, as in a merge on disk."""
+    """Experts with one dtype of every leaf: compute dtype where one expert's is not base's; as on disk.
+
+    For a merger without a base, which refuses several dtypes of a leaf.
+    """
     wide = {
         path: tree.compute_dtype(leaf, *(own[path] for own in experts.values()))
         for path, leaf in base.items()

@@ -91,7 +91,7 @@ def find_inputs(run: Path) -> tuple[Path, list[Path]]:
 
 
 def all_inputs(run: Path) -> tuple[Path, list[Path]]:
-    """`find_inputs` of a run to merge.
+    """The base and all experts of a finished run, as `find_inputs` gives them.
 
     Raises: ValueError as it does, and for tasks whose training has not ended, or which `transport` has yet to move.
     """

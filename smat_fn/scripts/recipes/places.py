@@ -13,7 +13,10 @@ from ...folders.inputs.stacks import adapted_by, stack_of, stack_parts
 
 
 def placed(given: str, places: Sequence[Path]) -> Path:
-    """The path of an input: the place of this machine that is named; a stack has the paths of its parts."""
+    """The path of an input that a recipe names: where it lies here, if that is known, else as it is given.
+
+    Args: places: folders of this machine in which it may be.
+    """
     if parts := stack_parts(Path(given)):
         return stack_of([part._replace(path=placed(str(part.path), places)) for part in parts])
     if pair := adapted_by(Path(given)):

@@ -135,7 +135,7 @@ def entries(found: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def first_of(found: Mapping[str, Any]) -> str:
-    """The first model, without an adapter: without base_model configuration and tokenizer are its."""
+    """The first model of a recipe, without its adapter: its configuration and tokenizer stand for base_model's."""
     first = next(entries(found), None)
     if not isinstance(first, dict):
         return ""

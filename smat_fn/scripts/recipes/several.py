@@ -33,7 +33,7 @@ class Step(NamedTuple):
 
 
 def steps_of(documents: Sequence[Mapping[str, Any]], file: Path, notes: list[str]) -> list[Step]:
-    """The merges of a file, each after those that it needs; those without a need for each other as in the file.
+    """The merges of a file in an order in which each follows those that it needs, else in the file's order.
 
     Args: notes: get those about models, as of `plain`.
     Raises: ValueError that lists names that are missing, given twice or not those of a folder, every bad field of every
