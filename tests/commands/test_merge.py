@@ -491,6 +491,10 @@ def test_chat_templates_by_the_names_that_recipes_have(hub, call, tmp_path):
     assert text == "<|im_start|>user\nHi<|im_end|>\n"
     told = "--chat-template is 'chatML': must be auto, chatml, llama3, alpaca, mistral, a template in Jinja, or a file"
     assert told in call(*words, "--chat-template", "chatML")[1]
+    for content, told in ((b"{{ '\xe9' }}", "not text in UTF-8"), (b"{{ x", "not valid Jinja")):
+        (tmp_path / "own.jinja").write_bytes(content)
+        said = call(*words, "--chat-template", tmp_path / "own.jinja")[1]
+        assert f"--chat-template is '{tmp_path / 'own.jinja'}', a file that is {told}" in said
 
 
 def test_the_note_on_assumed_settings_leaves_out_those_that_dev_chooses():

@@ -154,25 +154,29 @@ def unlike_templates(base: Path, root: Path) -> str:
 def chosen_template(asked: str | None, roots: Sequence[Path]) -> str | None:
     """The text that ``chat_template`` asks for; "auto" is the most frequent one of these checkpoints, or the first.
 
-    Raises: ValueError for a text that is neither a template in Jinja nor the name of a file that holds one.
+    Raises: ValueError as `template_text`.
     """
     if asked == "auto":
         found = Counter(text.strip() for root in roots if (text := template_of(root)))
         return found.most_common(1)[0][0] if found else None
-    if asked is not None and "{" not in asked:
-        if not Path(asked).is_file():
-            raise ValueError(f"chat_template is {asked!r}: must be auto, a template in Jinja, or a file of one")
-        try:
-            text = Path(asked).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"chat_template is {asked!r}, a file that is not text in UTF-8 ({error}): correct it"
-            ) from error
-        _check_template(f"{asked!r}, a file that", text)
-        return text
-    if asked is not None:
+    return None if asked is None else template_text(asked)
+
+
+def template_text(asked: str) -> str:
+    """A chat template that is given as it is, or as a file. Raises: ValueError for what is neither of them."""
+    if "{" in asked:
         _check_template(f"{asked if len(asked) <= 60 else f'{asked[:60]}...'!r}, which", asked)
-    return asked
+        return asked
+    if not Path(asked).is_file():
+        raise ValueError(f"chat_template is {asked!r}: must be auto, a template in Jinja, or a file of one")
+    try:
+        text = Path(asked).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"chat_template is {asked!r}, a file that is not text in UTF-8 ({error}): correct it"
+        ) from error
+    _check_template(f"{asked!r}, a file that", text)
+    return text
 
 
 def _check_template(named: str, text: str) -> None:

@@ -32,7 +32,7 @@ from ...folders.files import UNITS, Hashing, shared, size_text
 from ...folders.inputs import hub
 from ...folders.inputs.adapters import is_adapter
 from ...folders.inputs.opening import open_input
-from ...folders.inputs.side_files import TOKENIZER
+from ...folders.inputs.side_files import TOKENIZER, template_text
 from ...folders.inputs.stacks import stack_parts
 from ...folders.multi_task import is_several, open_several, prepared
 from ...folders.writing import exclusive, tidy
@@ -86,8 +86,8 @@ def order(
     of_base = {name: path for name, path in folders.items() if based or is_adapter(path)}
     problems += base_problems(base, of_base, manifests)
     errors.raise_problems(problems)
-    if (template := options.get("chat_template")) is not None and "{" not in template and Path(template).is_file():
-        options["chat_template"] = Path(template).read_text(encoding="utf-8")
+    if (template := options.get("chat_template")) not in (None, "auto"):
+        options["chat_template"] = template_text(str(template))  # which the manifest names, not the file
     return Order(base, folders, manifests, out, seed, coefs or {}, semantics, options, part)
 
 
