@@ -36,7 +36,7 @@ _NONE: Mapping[Any, Any] = MappingProxyType({})
 
 
 class Request(NamedTuple):
-    """What `merge_run` merges, how, and where to."""
+    """Mergers, inputs, search and output of `merge_run`."""
 
     configs: Sequence[MergerConfig]  # mergers with their options
     base: Path  # a folder or a hub name
