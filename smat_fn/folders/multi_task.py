@@ -28,13 +28,13 @@ from ..merge.parts.merger import Merger
 from ..merge.parts.windows import in_order
 from ..merge.weight_average import WeightAverage
 from ..tree import dtype_name
-from .files import check_unchanged
+from .files import check_unchanged, followed
 from .inputs.diffusion import copied_metadata
 from .inputs.reading import TASKS, Folder, Read, Store, indexed
 from .prepare import SHARD_SIZE, Options, prepare
 from .streaming.chunks import Job, compute_dtype, finite, refuse_values, vectors_of
 from .streaming.survey import Survey
-from .writing import Shard, Work, finished_shards, layout_together, shard_file, write_chunk
+from .writing import Shard, Work, layout_together, shard_file, write_chunk
 
 VECTOR = "vector.safetensors"
 INDEX = f"{VECTOR}.index.json"
@@ -150,15 +150,18 @@ def write_several(job: Job, survey: Survey, shards: Sequence[Shard], work: Work)
     """
     config, count = job.config, len(job.experts)
     assert isinstance(config, Masked)
-    with finished_shards(work) as finish:
-        for shard in shards:
-            if shard.file not in work.progress["shards"]:
-                found: dict[str, list[list[float]]] = {path: [] for path in _paths(shard)}
-                with shard_file(work.folder, shard) as descriptor:
-                    for path, sums in in_order(_blocks(job, shard, descriptor), job.workers):
-                        found[path].append(sums)
-                # the first two are those of `merge_shards`: nothing is rounded here
-                finish(shard.file, [0.0, 0.0, *chain.from_iterable(added(sums, 2 * count) for sums in found.values())])
+    for shard in shards:
+        if shard.file not in work.progress["shards"]:
+            found: dict[str, list[list[float]]] = {path: [] for path in _paths(shard)}
+            with shard_file(work.folder, shard) as descriptor, followed(descriptor) as (digest, reached):
+                for path, sums, end in in_order(_blocks(job, shard, descriptor), job.workers):
+                    found[path].append(sums)
+                    reached(end)
+                reached(shard.size)
+            # the first two are those of `merge_shards`: nothing is rounded here
+            every = [0.0, 0.0, *chain.from_iterable(added(sums, 2 * count) for sums in found.values())]
+            work.progress["shards"][shard.file] = {"sums": every, "sha256": digest.result()}
+            work.save()
     sums_of = dict[str, Sequence[float]]()
     for shard in shards:
         noted = work.progress["shards"][shard.file]["sums"][2:]
@@ -178,25 +181,29 @@ def _paths(shard: Shard) -> list[str]:
     return [name.removeprefix("vector/") for name in shard.offsets if name.startswith("vector/")]
 
 
-def _blocks(job: Job, shard: Shard, descriptor: int) -> Iterator[Callable[[], tuple[str, list[float]]]]:
-    """Tasks that write a block of a leaf each, and give its path and, for each expert, its `magnitudes`."""
+def _blocks(job: Job, shard: Shard, descriptor: int) -> Iterator[Callable[[], tuple[str, list[float], int]]]:
+    """Tasks that write a block of a leaf each: its path, its `magnitudes` by expert, the end of its vector in the file.
+
+    Vectors lie before all masks, in the order of the tasks (`writing.layout_together`).
+    """
     config = job.config
     assert isinstance(config, Masked)
 
-    def write(path: str, start: int, stop: int, dtype: torch.dtype) -> tuple[str, list[float]]:
+    def write(path: str, start: int, stop: int, dtype: torch.dtype) -> tuple[str, list[float], int]:
         deltas = list(vectors_of(job, path, start, stop, dtype))
         if not finite(deltas):
             refuse_values(job, path, deltas)
         vector, masks = config.shared(deltas)
         if not tree.is_finite(vector):
             raise ValueError(f"parameter {path!r}: the merged vector exceeds the range of {dtype}")
-        write_chunk(descriptor, vector, shard.offsets[f"vector/{path}"] + start * vector.itemsize)
+        begin = shard.offsets[f"vector/{path}"] + start * vector.itemsize
+        write_chunk(descriptor, vector, begin)
         sums: list[float] = []
         for i, (delta, mask) in enumerate(zip(deltas, masks, strict=True)):
             packed = torch.from_numpy(np.packbits(mask.numpy()))
             write_chunk(descriptor, packed, shard.offsets[f"mask/{i}/{path}"] + start // 8)
             sums += magnitudes(delta, zeroed(vector, mask)) if config.scaled else [0.0, 0.0]
-        return path, sums
+        return path, sums, begin + vector.nbytes
 
     for path in _paths(shard):
         check_unchanged(job.seen)  # a mapped file that was cut kills the process when it is read

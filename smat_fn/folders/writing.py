@@ -289,29 +289,6 @@ def save_progress(folder: Path, progress: Mapping[str, Any]) -> None:
     write_text(folder / PROGRESS, json.dumps(progress))
 
 
-@contextmanager
-def finished_shards(work: Work) -> Iterator[Callable[[str, Sequence[float]], None]]:
-    """``finish(file, sums)`` notes a shard, with its hash, once the next one is done: it is hashed meanwhile."""
-    waiting: list[tuple[str, Sequence[float]]] = []
-
-    def note() -> None:
-        while waiting:
-            file, sums = waiting.pop()
-            digest = work.hashing.digests([work.folder / file])[work.folder / file]
-            work.progress["shards"][file] = {"sums": sums, "sha256": digest}
-            work.save()
-
-    def finish(file: str, sums: Sequence[float]) -> None:
-        work.hashing.begin([work.folder / file])
-        note()
-        waiting.append((file, sums))
-
-    try:
-        yield finish
-    finally:
-        note()
-
-
 def fill(folder: Path, beside: Mapping[str, Path | bytes], shards: Sequence[Shard]) -> list[Path]:
     """Indices, configuration and tokenizer beside the shards. Returns: all files of the checkpoint.
 
