@@ -5,15 +5,7 @@ from collections.abc import Sequence
 from .. import errors, tree
 from ..errors import problems_of
 from ..merge.parts.chunks import delta_of
-from ..merge.parts.inputs import (
-    Leaves,
-    batch_problems,
-    complex_problems,
-    derivative_problems,
-    fit_problems,
-    kind_problems,
-    storage_problems,
-)
+from ..merge.parts.inputs import Leaves, batch_problems, fit_problems, flattened, kind_problems
 from ..types import Params
 
 
@@ -28,14 +20,8 @@ def changes(
 
     Raises: ValueError that lists the given problems and all of names, shapes and dtypes.
     """
-    found = [*problems]
-    flat: dict[str, Leaves] = {}
-    for label, given in {"new": new, "old": old, "expert": expert}.items():
-        with errors.collected(found, label):
-            leaves = tree.flatten(given)
-            found += derivative_problems(label, leaves) + complex_problems(label, leaves)
-            found += storage_problems(label, leaves)
-            flat[label] = {path: leaf.detach() for path, leaf in leaves.items()}
+    found, given = [*problems], {"new": new, "old": old, "expert": expert}
+    flat = {label: own for label, params in given.items() if (own := flattened(label, params, found)) is not None}
     if len(flat) == 3:
         found += batch_problems(flat) + fit_problems(flat["old"], "old", {"expert": flat["expert"]})
         if same_shapes:

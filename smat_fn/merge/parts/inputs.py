@@ -174,7 +174,7 @@ def check(base: Params, experts: Experts, problems: Iterable[str] = ()) -> tuple
     Raises: ValueError that lists the given problems and all of structure, shape and kind at once.
     """
     found = list(problems)
-    start = _flat("base", base, found)
+    start = flattened("base", base, found)
     flat = _flat_experts(experts, found)
     if start is not None:
         others = {f"expert {name!r}": own for name, own in flat.items()}
@@ -283,7 +283,8 @@ def _named(experts: Experts, problems: list[str]) -> dict[str, Params]:
     return {name: expert for name, expert in named.items() if not isinstance(expert, Tensor)}
 
 
-def _flat(label: str, params: Params, problems: list[str]) -> Leaves | None:
+def flattened(label: str, params: Params, problems: list[str]) -> Leaves | None:
+    """Detached leaves of a tree, None for what is not one; errors for it, and for leaves that are not merged."""
     with errors.collected(problems, label):
         leaves = tree.flatten(params)
         problems += derivative_problems(label, leaves) + complex_problems(label, leaves)
@@ -293,7 +294,7 @@ def _flat(label: str, params: Params, problems: list[str]) -> Leaves | None:
 
 
 def _flat_experts(experts: Experts, problems: list[str]) -> dict[str, Leaves]:
-    flat = {name: _flat(f"expert {name!r}", expert, problems) for name, expert in _named(experts, problems).items()}
+    flat = {name: flattened(f"expert {name!r}", expert, problems) for name, expert in _named(experts, problems).items()}
     return {name: leaves for name, leaves in flat.items() if leaves is not None}
 
 
