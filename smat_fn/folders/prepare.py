@@ -18,7 +18,7 @@ from ..merge.parts.merger import Merger
 from ..merge.parts.per_expert import Weighted
 from ..merge.parts.windows import Scratch
 from ..merge.registry import check_options, with_defaults
-from .inputs.config_source import TokenRows, Whose
+from .inputs.config_source import Sources, TokenRows
 from .inputs.diffusion import copied_metadata
 from .inputs.lineage import strangers
 from .inputs.opening import inputs_of, open_inputs
@@ -112,16 +112,14 @@ def prepare(
     problems += _merger_problems(config, list(experts), rules, key)
     problems += place_problems(out, (base, *experts.values()), overwrite=overwrite)
     given = inputs_of(base, experts)
-    own: dict[str, dict[str, Tensor]] = {}
-    whose = Whose(
-        given, config_from, tokenizer_from, chat_template, token_rows, [], own, tokens or {}, max(pad_to_multiple_of, 1)
-    )
-    align, kept = whose.align(based=config.based), own if heads == "keep" else None
+    pad = max(pad_to_multiple_of, 1)
+    sources = Sources(given, config_from, tokenizer_from, chat_template, token_rows, tokens or {}, pad)
+    align, kept = sources.align(based=config.based), sources.heads if heads == "keep" else None
     start, found = open_inputs(base, experts, vocabulary, problems, partial=partial, align=align, heads=kept, into=into)
     floating = [path for path, leaf in start.leaves.items() if leaf.is_floating_point()] if start is not None else []
     notes, files = list[str](), Files()
     if start is not None:
-        files = whose.files(start, found, _OUT.get(out_dtype), problems, notes, partial=partial)
+        files = sources.files(start, found, _OUT.get(out_dtype), problems, notes, partial=partial)
         if not config.based:
             problems += _buffer_problems(start, found)
         problems += _absence_problems(config, start, found)

@@ -1,8 +1,9 @@
 """Source of the configuration, tokenizer and chat template of a merge's output."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,18 +21,19 @@ TokenRows: TypeAlias = Literal["base", "mean", "by-row"]
 Align: TypeAlias = Callable[[Folder, dict[str, Folder]], tuple[Folder, dict[str, Folder]]]
 
 
-class Whose(NamedTuple):
-    """Options of `merge_folders` for files beside the weights, and the token rows that follow from them."""
+@dataclass(frozen=True)
+class Sources:
+    """Where the files beside a merge's weights come from, and its rows of tokens: options of `merge_folders`."""
 
     inputs: Mapping[str, Path]  # "base" and the experts, by `key_of`
-    config_from: str | None
-    tokenizer_from: str | None
-    chat_template: str | None
-    token_rows: TokenRows
-    rows: list[Aligned]
-    heads: dict[str, dict[str, Tensor]]  # by expert
-    tokens: Tokens
-    pad: int
+    config_from: str | None = None
+    tokenizer_from: str | None = None
+    chat_template: str | None = None
+    token_rows: TokenRows = "base"
+    tokens: Tokens = field(default_factory=dict)
+    pad: int = 1
+    rows: list[Aligned] = field(default_factory=list)  # that `align` has made
+    heads: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # by expert, of those that are kept apart
 
     def align(self, *, based: bool) -> Align | None:
         """Function that reorders embedding rows to one tokenizer; None if none was named, or only for its files."""

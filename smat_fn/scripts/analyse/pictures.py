@@ -86,16 +86,16 @@ def rows_of(
     """
     from ...analyses.interference import as_rows
     from ...analyses.interference import interference as compute
-    from ...folders.inputs.config_source import Whose
+    from ...folders.inputs.config_source import Sources
     from ...folders.inputs.opening import inputs_of, open_inputs
     from ..merge.inputs import by_name
 
     known, problems = by_name(base, experts, None)
     errors.raise_problems(problems)
     named = {name: path for name, path, _ in known}
-    whose = Whose(inputs_of(base, named), None, tokenizer_from, None, "base", [], {}, {}, 1)
+    align = Sources(inputs_of(base, named), tokenizer_from=tokenizer_from).align(based=True)
     apart: dict[str, Any] = {"heads": {}, "stand_ins": {}} if heads == "keep" else {}  # there may be none
-    start, found = open_inputs(base, named, vocabulary, problems, align=whose.align(based=True), **apart)
+    start, found = open_inputs(base, named, vocabulary, problems, align=align, **apart)
     errors.raise_problems(problems)
     assert start is not None, "its absence is a problem"
     return as_rows(compute(_updates(start, list(found.values()))), list(found), **more)
