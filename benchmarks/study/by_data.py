@@ -21,7 +21,6 @@ from .trial import Trial
 from .trials import OUTCOME, Outcome
 
 CONFIGS = Fisher(), RegMean()  # RegMean++ and AdaMerging have no options class
-WIDER = 10  # coefficients of RegMean++ beyond its grid, at most, as in a search of the others
 TRAINING, STEPS, DEV = "256 training rows a task", "every training step", "250 dev rows a task, no labels"
 SEES = {  # what each looks at, beside the labelled dev rows that choose a coefficient
     "FISHER": TRAINING,
@@ -158,11 +157,6 @@ def stretched(suite: Suite, params: Leaves) -> Model:
         merged = merge.apply_vector(base, vector, coef=coef)
         return {task: suite.score(merged, task, "dev") for task in suite.tasks}
 
-    coefs = RegMean.grid
-    for _ in range(WIDER + 1):
-        best = merge.choose(coefs, lambda coef: fmean(dev(coef).values())).best
-        edge = merge.grid_edge(best, coefs)
-        if not edge or len(coefs) == len(RegMean.grid) + WIDER:
-            break
-        coefs = tuple(sorted((*coefs, merge.next_coef(coefs, edge))))
+    found, edge = merge.choose_coef(lambda coef: fmean(dev(coef).values()), RegMean.grid, widen=True)
+    best = found.best
     return Model(merge.apply_vector(base, vector, coef=best), dev(best), best, {"edge": edge})
