@@ -27,7 +27,7 @@ from .finished import differences, is_merged, other_order, verify
 from .inputs import Inputs, by_name, depth_problems, facts_of, load_inputs, missing_of, read_statistics
 from .searched import FLAG, Over, combined, text_of, weights_text
 from .snapshots import choose_snapshot
-from .suite import common_suite, made_problems, of_base
+from .suite import made_problems, of_base, scoring_suite
 
 SAME = "all experts equal the base: the merged model is the base, train longer or give other experts"
 # facts that tell merges apart
@@ -117,7 +117,7 @@ def _checked(asked: Request) -> tuple[Inputs, Suite | None, dict[str, dict[str, 
         based, heads = any(config.based for config in configs), named is not None and has_heads(named)
         inputs = load_inputs(base, experts, heads=heads, based=based)._replace(lines=lines)
         names, scored = list(inputs.experts), (asked.search or asked.calibration) and not early  # suites load slowly
-        suite = common_suite(inputs, asked.options, implied=implied, whole=True) if scored else None
+        suite = scoring_suite(inputs, asked.options, implied) if scored else None
         if suite is not None:
             others = [name for name, manifest in inputs.manifests.items() if not manifest]
             errors.raise_problems(made_problems(suite, others, "dev"))

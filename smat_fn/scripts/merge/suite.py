@@ -12,16 +12,14 @@ from .inputs import Inputs, value_for, with_tasks_of
 from .whole_models import SuitePart, lacking_problems, of_whole_models, own_dtype, suite_part
 
 
-def common_suite(
-    inputs: Inputs,
-    options: Mapping[str, Any],
-    *,
-    known: Suite | None = None,
-    implied: Mapping[str, Any] = MappingProxyType({}),
-    whole: bool = False,
-) -> Suite:
-    """The suite of `suite_and_part`. With ``whole`` it may train a part of base: then it scores whole models."""
-    suite, part = suite_and_part(inputs, options, known=known, implied=implied, whole=whole, preset=whole)
+def common_suite(inputs: Inputs, options: Mapping[str, Any], *, known: Suite | None = None) -> Suite:
+    """The suite of experts that have all leaves which it trains, and no others. Args, Raises: as `suite_and_part`."""
+    return suite_and_part(inputs, options, known=known, whole=False)[0]
+
+
+def scoring_suite(inputs: Inputs, options: Mapping[str, Any], implied: Mapping[str, Any]) -> Suite:
+    """The suite that scores whole models, of which it may train a part. Args, Raises: as `suite_and_part`."""
+    suite, part = suite_and_part(inputs, options, implied=implied, preset=True)
     return suite if part is None else of_whole_models(suite, part)
 
 
