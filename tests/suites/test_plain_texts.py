@@ -16,7 +16,7 @@ from smat_fn.data import text
 from smat_fn.errors import problems_of
 from smat_fn.scripts.evaluate import evaluation
 from smat_fn.scripts.merge.inputs import find_inputs
-from smat_fn.scripts.merge.merging import merge_run
+from smat_fn.scripts.merge.merging import Request, merge_run
 from smat_fn.scripts.train.describe import _task_line
 from smat_fn.scripts.train.joint import joint_run
 from smat_fn.scripts.train.options import RunOptions
@@ -264,7 +264,8 @@ def test_a_run_is_trained_searched_and_scored(load, tmp_path):
     own, training, options = joint_run(suite, Training(steps=4, lr=1e-2), joined)
     assert own.cuts("joint")[::5] == (33, 22)  # 11 rows of qa beside 22 windows of 11 texts
     train_run(own, Finetune(), training, options)
-    (merged,) = merge_run([TaskArithmetic()], *find_inputs(run), out=run / "merged", search=True, seed=0)
+    asked = Request([TaskArithmetic()], *find_inputs(run), out=run / "merged", search=True, seed=0)
+    (merged,) = merge_run(asked)
     manifest = checkpoint.load_manifest(merged)
     assert len({score for _, score in manifest["dev_curve"]}) == 10
     rows = evaluation.evaluate(
