@@ -899,13 +899,13 @@ MUTANTS = [
     *_of("scripts/train/launching.py", ("places = list(devices) or", "places = list(devices) * 2 or")),
     *_of("scripts/train/snapshots.py:on_signals", ("if second_ends:", "if False:")),
     *_of("parallel/replicas.py:_of_this_process", ('random.fold_in(key, f"rank:{dist.get_rank()}")', "key")),
-    *_of("evaluate/scoring.py:score_models", ("OTHERS + model if task in others else model", "model")),
+    *_of("evaluate/scoring.py:score_model", ("OTHERS + model if task in others else model", "model")),
     *_of(
         "report/tables.py:other_table",
         ("np.mean([", "np.max(["),
         ("row.split == split and row.model", "row.model"),
     ),
-    *_of("scripts/evaluate/evaluation.py:_beside", ("() if folder in several else ", "")),
+    *_of("scripts/evaluate/evaluation.py:_with_other_tasks", ("() if model.folder in several else ", "")),
     *_of(
         "analyses/disentanglement.py",
         ("(0.0, a) for _, a in points", "(0.0, a) for a, _ in points"),

@@ -59,7 +59,7 @@ TESTS = {
     "merge/around/weights.py": "tests/merge/test_select_weights.py",
     "report/tables.py:relative_table": "tests/report/test_tables.py",
     "report/tables.py:other_table": "tests/report/test_tables.py",
-    "scripts/evaluate/evaluation.py:_beside": "tests/scripts/evaluate/test_other_tasks.py",
+    "scripts/evaluate/evaluation.py:_with_other_tasks": "tests/scripts/evaluate/test_other_tasks.py",
     "analyses/disentanglement.py": "tests/analyses/test_disentanglement.py",
     "scripts/analyse/scores.py": "tests/commands/test_analyses.py",
     "scripts/analyse/weights.py": "tests/commands/test_analyses.py",

@@ -155,6 +155,44 @@ def score_bar() -> Any:
     return progress.bar(desc="scores", leave=False, delay=1, bar_format=form)
 
 
+def score_model(
+    scorer: Scorer,
+    params: Params,
+    split: str,
+    *,
+    method: str,
+    model: str,
+    seed: int,
+    tasks: Iterable[str],
+    others: Sequence[str] = (),
+    coef: float | None = None,
+    fingerprint: str = "",
+) -> list[Result]:
+    """Score one model on its tasks, and on other tasks, whose rows have a model that begins with `OTHERS`.
+
+    Args:
+        scorer: scores and caches.
+        params: of the model.
+        split: "dev" or "test".
+        method: training method, for the rows; so are model, its name, seed and coef.
+        tasks: its own tasks.
+        others: tasks that it was not made for.
+        fingerprint: of params, where it is known.
+
+    Returns:
+        One `Result` for each task.
+
+    Raises:
+        ValueError: as `Scorer.once`.
+    """
+    facts = {"fingerprint": fingerprint or checkpoint.fingerprint(params)}
+    rows = []
+    for task in (*tasks, *others):
+        score = scorer.score(lambda: params, task, split, model=facts, name=f"{method} {model}, seed {seed}")
+        rows.append(Result(method, OTHERS + model if task in others else model, task, split, score, seed, coef))
+    return rows
+
+
 def score_models(
     suite: Suite,
     models: Mapping[str, Params],
@@ -163,22 +201,15 @@ def score_models(
     method: str,
     seed: int,
     coefs: Mapping[str, float] | None = None,
-    scorer: Scorer | None = None,
-    prints: Mapping[str, str] = NOTHING,
-    others: Sequence[str] = (),
 ) -> list[Result]:
-    """Score experts on their own task, and every other model on all tasks of the suite.
+    """Score experts on their own task, and every other model on all tasks of the suite, without a cache.
 
     Args:
         suite: the tasks and their metrics.
         models: parameters by model name; an expert's name is "expert:<task>".
         split: "dev" or "test".
-        method: training method, for the rows.
-        seed: training seed, for the rows.
+        method: training method, for the rows; so is seed.
         coefs: coefficient by name of a merged model, for the rows.
-        scorer: `Scorer` of this suite; None: a new one without a cache.
-        prints: fingerprints of models by name, where they are known.
-        others: tasks that every model is scored on besides, in rows whose model begins with `OTHERS`.
 
     Returns:
         One `Result` per model and task.
@@ -189,14 +220,9 @@ def score_models(
     strangers = [m for m in models if m.startswith(EXPERT) and m.removeprefix(EXPERT) not in suite.tasks]
     if strangers:
         raise ValueError(f"models {strangers} are experts of no task of suite {suite.name!r}, which has {suite.tasks}")
-    scorer = Scorer(suite) if scorer is None else scorer
-    rows = []
+    rows, scorer = list[Result](), Scorer(suite)
     for model, params in models.items():
-        facts = {"fingerprint": prints.get(model) or checkpoint.fingerprint(params)}
-        name = f"{method} {model}, seed {seed}"
         own = [model.removeprefix(EXPERT)] if model.startswith(EXPERT) else suite.tasks
-        for task in (*own, *others):
-            score = scorer.score(lambda params=params: params, task, split, model=facts, name=name)  # type: ignore[misc]
-            label = OTHERS + model if task in others else model
-            rows.append(Result(method, label, task, split, score, seed, (coefs or {}).get(model)))
+        coef = (coefs or {}).get(model)
+        rows += score_model(scorer, params, split, method=method, model=model, seed=seed, tasks=own, coef=coef)
     return rows

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from smat_fn import machine
-from smat_fn.evaluate import Records, Result, Scorer, score_bar, score_models
+from smat_fn.evaluate import Records, Result, Scorer, score_bar, score_model, score_models
 from smat_fn.evaluate.records import Answer
 from smat_fn.evaluate.scoring import shares_note
 from smat_fn.suites.suite import BaseSuite
@@ -50,10 +50,12 @@ def test_experts_are_scored_on_their_task_and_merged_models_on_all(suite):
 
 
 def test_other_tasks_are_scored_after_the_models_own_and_named_apart(suite):
-    few, models = suite.replace(tasks=("a",)), {"expert:a": {"x": torch.tensor(20.0)}, "ta": {"x": torch.tensor(50.0)}}
-    found = score_models(
-        few, models, "test", method="FT", seed=5, coefs={"ta": 0.3}, scorer=Scorer(suite), others=["b"]
-    )
+    scorer, found = Scorer(suite), []
+    for model, x, coef in (("expert:a", 20.0, None), ("ta", 50.0, 0.3)):
+        found += score_model(
+            scorer, {"x": torch.tensor(x)}, "test", method="FT", model=model, seed=5, tasks=["a"], others=["b"],
+            coef=coef,
+        )  # fmt: skip
     assert found == [
         Result("FT", "expert:a", "a", "test", 31.0, 5),
         Result("FT", "other:expert:a", "b", "test", 32.0, 5),
@@ -76,9 +78,10 @@ def test_a_score_is_computed_once_and_its_parameters_only_then_built(counted, tm
         assert scorer.once(refuse, "a", "dev", model=ONE, name="another name") == 6.0
         assert len(calls) == expected_calls
     assert (scorer.cost.scores, scorer.cost.kept, scorer.cost.seconds) == (2, 2, 0.0)
-    models = {"ta": {"x": torch.tensor(5.0)}}
-    first = score_models(suite, models, "dev", method="FT", seed=0, scorer=Scorer(suite, Records(tmp_path)))
-    again = score_models(suite, models, "dev", method="FT", seed=0, scorer=Scorer(suite, Records(tmp_path)))
+    facts = {"method": "FT", "model": "ta", "seed": 0, "tasks": ["a", "b"]}
+    first, again = (
+        score_model(Scorer(suite, Records(tmp_path)), {"x": torch.tensor(5.0)}, "dev", **facts) for _ in range(2)
+    )
     assert first == again
     assert len(calls) == 3
 

@@ -5,10 +5,9 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch import Tensor
 from ... import checkpoint, errors, lora, machine, tree
 from ...checkpoint import MOVING
 from ...errors import problems_of
-from ...evaluate import Records, Result, Scorer, score_bar, score_models, write_results
+from ...evaluate import Records, Result, Scorer, score_bar, score_model, write_results
 from ...evaluate.metrics import TRACE_METRICS
 from ...evaluate.records import ANSWERS, SCORES
 from ...evaluate.results import EXPERT, OTHERS, RUNS, model_of, run_of
@@ -38,7 +37,32 @@ RESULTS = "results.jsonl"
 BASE = "BASE"  # label of the base in tables
 _OF_SCORES = "metric", "rows", "max_new_tokens", "repeats"  # options of suites that say what a score is of
 _OF_TEXTS = "max_length", "rows"  # the same of plain texts
-OTHER = "folder"  # in what stands for the manifest of an expert of another tool
+OTHER = "folder"  # in what stands for the manifest of an expert of another tool: where it lies
+
+
+class Model(NamedTuple):
+    """A checkpoint that is to be scored, and the suite to score it on."""
+
+    folder: Path
+    manifest: Mapping[str, Any]
+    suite: Suite
+    base: str  # the fingerprint of the suite's base
+    others: tuple[str, ...] = ()  # tasks to score it on that it was not made for
+
+    @property
+    def name(self) -> str:
+        """Its name in rows of scores."""
+        return model_of(self.manifest)
+
+    @property
+    def seed(self) -> int:
+        """The seed of the training run."""
+        return self.manifest["seed"]
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The tasks that it was made for."""
+        return _tasks(self.manifest)
 
 
 def foreign_problems(out: Path) -> list[str]:
@@ -160,67 +184,51 @@ def evaluate(
             their manifest names, and scores that are not numbers.
     """
     manifests = manifests_of(folders)
-    own, suites = _suites(manifests, options or {}, implied, split)
-    errors.raise_problems(_base_problems(manifests, own, suites) if base else [])
+    models = _models(manifests, options or {}, implied, split)
+    errors.raise_problems(_base_problems(models) if base else [])
     check(main_table(planned(manifests.values(), split=split), split=split))
-    beside, more = _beside(manifests, own, suites, other_tasks, split)
+    notes = [note for model in models for note in model.suite.notes]
+    if other_tasks is not None:
+        models = _with_other_tasks(models, other_tasks, split)
+        several = [model.folder for model in models if is_several(model.folder)]
+        notes += [f"{folder} has a model for each task: it is not scored on other tasks" for folder in several]
     if recipes is not None:
-        recipes.update({folder: dict(suites[recipe][0].recipe) for folder, recipe in own.items()})
-    notes = [note for suite, _ in suites.values() for note in suite.notes] + more
-    notes += _other_rows(manifests, {folder: suites[recipe][0] for folder, recipe in own.items()})
-    notes += _other_scores(manifests, {folder: suites[recipe][0] for folder, recipe in own.items()})
-    notes += _other_options(manifests, own, suites, beside) if base else []
+        recipes.update({model.folder: dict(model.suite.recipe) for model in models})
+    notes += _other_rows(models) + _other_scores(models) + (_other_options(models) if base else [])
     for line in dict.fromkeys(f"note: {note}" for note in notes):
         report(line)
     rows, records = [], Records(keep)
     with score_bar() as bar:
-        scorers = {
-            recipe: Scorer(suite, records, about={"base": base}, answers=keep is not None, bar=bar)
-            for recipe, (suite, base) in suites.items()
-        }
-        for folder, manifest in manifests.items():
-            scorer = scorers[own[folder]]
-            scorer.expect(sum(scorer.suite.repeats.get(task, 1) for task in (*_tasks(manifest), *beside[folder])))
-        for folder, manifest in manifests.items():
+
+        def scorer_of(model: Model) -> Scorer:
+            return Scorer(model.suite, records, about={"base": model.base}, answers=keep is not None, bar=bar)
+
+        for model in models:
+            scorer_of(model).expect(sum(model.suite.repeats.get(task, 1) for task in (*model.tasks, *model.others)))
+        for model in models:
             if on_model is not None:
-                on_model(str(folder))
-            scorer, model = scorers[own[folder]], model_of(manifest)
-            for tasks, params, known in _models(folder, manifest, *suites[own[folder]], report):
-                tree.check_finite(tree.flatten(params), str(folder))
-                rows += score_models(
-                    scorer.suite.replace(tasks=tasks),
-                    {model: params},
-                    split,
-                    method=manifest["label"],
-                    seed=manifest["seed"],
-                    coefs={model: manifest["hyperparameters"].get("coef")},
-                    scorer=scorer,
-                    prints={model: known},
-                    others=beside[folder],
-                )
+                on_model(str(model.folder))
+            for tasks, params, known in _weights(model, report):
+                tree.check_finite(tree.flatten(params), str(model.folder))
+                rows += score_model(
+                    scorer_of(model), params, split, method=model.manifest["label"], model=model.name, seed=model.seed,
+                    tasks=tasks, others=model.others, coef=model.manifest["hyperparameters"].get("coef"),
+                    fingerprint=known,
+                )  # fmt: skip
         if base:
-            prints = {name: found for name, (_, found) in suites.items()}
-            rows += _of_bases(manifests, own, beside, scorers, prints, split)
+            rows += _of_bases(models, scorer_of, split)
     return rows
 
 
-def _beside(
-    manifests: Mapping[Path, Mapping[str, Any]],
-    own: Mapping[Path, str],
-    suites: Mapping[str, tuple[Suite, str]],
-    named: Sequence[str] | None,
-    split: str,
-) -> tuple[dict[Path, tuple[str, ...]], list[str]]:
-    """The other tasks that the models in each folder are scored on, and notes on folders of models that are not.
+def _with_other_tasks(models: Sequence[Model], named: Sequence[str], split: str) -> list[Model]:
+    """The models with the other tasks that each is scored on; folders of a model for each task have none.
 
-    Args: named: tasks that no checkpoint here is of; empty: all of them in a suite; None: there are none to score.
+    Args: named: tasks that no checkpoint here is of; empty: all of them in a suite.
     Raises: ValueError for unknown names, tasks of the checkpoints, and where no model or no task is left.
     """
-    if named is None:
-        return dict.fromkeys(manifests, ()), []
-    made = dict.fromkeys(task for manifest in manifests.values() for task in _tasks(manifest))
-    every = dict.fromkeys(task for suite, _ in suites.values() for task in suite.tasks if task not in made)
-    several = [folder for folder in manifests if is_several(folder)]
+    made = dict.fromkeys(task for model in models for task in model.tasks)
+    every = dict.fromkeys(task for model in models for task in model.suite.tasks if task not in made)
+    several = [model.folder for model in models if is_several(model.folder)]
     problems = [
         f"other_tasks names {task!r}, a task of the checkpoints, which the first table has: leave it out"
         for task in named
@@ -231,7 +239,7 @@ def _beside(
             f"other_tasks: all tasks of the suite ({', '.join(made)}) are tasks of the checkpoints: name those "
             f"that the data has besides, --suite-options tasks {','.join(made)},OTHER, or leave the option out"
         )
-    elif len(several) == len(manifests):
+    elif len(several) == len(models):
         problems.append(
             f"other_tasks: {errors.and_more(map(str, several))}: a model for each of its tasks and none for other "
             "tasks: leave the option out"
@@ -242,58 +250,48 @@ def _beside(
                 errors.check_member("other task", task, list(every))
     errors.raise_problems(problems)
     chosen = list(dict.fromkeys(named)) or list(every)
-    found = {
-        folder: () if folder in several else tuple(task for task in chosen if task in suites[own[folder]][0].tasks)
-        for folder in manifests
-    }
+    models = [
+        model._replace(
+            others=() if model.folder in several else tuple(task for task in chosen if task in model.suite.tasks)
+        )
+        for model in models
+    ]
     with errors.collected(problems, "other tasks"):
         other_table(
             (
-                Result(manifest["label"], OTHERS + model_of(manifest), task, split, 0.0, manifest["seed"])
-                for folder, manifest in manifests.items()
-                for task in found[folder]
+                Result(model.manifest["label"], OTHERS + model.name, task, split, 0.0, model.seed)
+                for model in models
+                for task in model.others
             ),
             split=split,
         )
     errors.raise_problems(problems)
-    return found, [f"{folder} has a model for each task: it is not scored on other tasks" for folder in several]
+    return models
 
 
-def _of_bases(
-    manifests: Mapping[Path, Mapping[str, Any]],
-    own: Mapping[Path, str],
-    beside: Mapping[Path, Sequence[str]],
-    scorers: Mapping[str, Scorer],
-    prints: Mapping[str, str],
-    split: str,
-) -> list[Result]:
-    """The scores of the bases on the tasks of their checkpoints and other tasks, for every seed, as experts of `BASE`.
-
-    Args: prints: the fingerprints of the bases, by recipe as the scorers.
-    """
+def _of_bases(models: Sequence[Model], scorer_of: Callable[[Model], Scorer], split: str) -> list[Result]:
+    """The scores of the bases on all tasks of their models, once for every seed, as experts of `BASE`."""
     found: dict[tuple[int, str], Result] = {}
-    for folder, manifest in manifests.items():
-        scorer, seed = scorers[own[folder]], manifest["seed"]
-        for task in (*_tasks(manifest), *beside[folder]):
-            if (seed, task) not in found:
-                model = EXPERT + task
-                scorer.expect(scorer.suite.repeats.get(task, 1))
-                (row,) = score_models(
-                    scorer.suite, {model: scorer.suite.base}, split, method=BASE, seed=seed, scorer=scorer,
-                    prints={model: prints[own[folder]]},
-                )  # fmt: skip
-                found[seed, task] = replace(row, model=OTHERS + model) if task in beside[folder] else row
+    for model in models:
+        for task in (*model.tasks, *model.others):
+            if (model.seed, task) in found:
+                continue
+            scorer = scorer_of(model)
+            scorer.expect(model.suite.repeats.get(task, 1))
+            tasks = {"tasks": (), "others": (task,)} if task in model.others else {"tasks": (task,)}
+            (found[model.seed, task],) = score_model(
+                scorer, model.suite.base, split, method=BASE, model=EXPERT + task, seed=model.seed,
+                fingerprint=model.base, **tasks,
+            )  # fmt: skip
     return [*found.values()]
 
 
-def _base_problems(
-    manifests: Mapping[Path, Mapping[str, Any]], own: Mapping[Path, str], suites: Mapping[str, tuple[Suite, str]]
-) -> list[str]:
+def _base_problems(models: Sequence[Model]) -> list[str]:
     """Errors for checkpoints of one seed that have several bases, which one line cannot show, or with its label."""
     of: dict[int, dict[str, Path]] = {}
-    for folder, manifest in manifests.items():
-        of.setdefault(manifest["seed"], {}).setdefault(suites[own[folder]][1], folder)
-    labelled = [str(folder) for folder, manifest in manifests.items() if manifest["label"] == BASE]
+    for model in models:
+        of.setdefault(model.seed, {}).setdefault(model.base, model.folder)
+    labelled = [str(model.folder) for model in models if model.manifest["label"] == BASE]
     taken = [f"{errors.and_more(labelled)} have the label {BASE}, that of the base's line: leave out --base"]
     return (taken if labelled else []) + [
         f"{' and '.join(map(str, found.values()))} have different bases, and seed {seed} has one line {BASE}: evaluate "
@@ -303,20 +301,19 @@ def _base_problems(
     ]
 
 
-def _other_scores(manifests: Mapping[Path, Mapping[str, Any]], suites: Mapping[Path, Suite]) -> list[str]:
+def _other_scores(models: Sequence[Model]) -> list[str]:
     """Notes on checkpoints of one task whose scores are of another metric, or of other rows and decodes."""
-    first: dict[str, Path] = {}
+    first: dict[str, Model] = {}
     others: dict[tuple[Path, str], dict[Path, None]] = {}
-    for folder, manifest in manifests.items():
-        for task in _tasks(manifest):
-            before = first.setdefault(task, folder)
-            suite = suites[folder]
-            fixed = suite.recipe.get("name") == "trace" and task in TRACE_METRICS  # its metric is not an option
+    for model in models:
+        for task in model.tasks:
+            before = first.setdefault(task, model)
+            fixed = model.suite.name == "trace" and task in TRACE_METRICS  # its metric is not an option
             names = [name for name in _OF_SCORES if name != "metric" or not fixed]
-            names = list(_OF_TEXTS) if task in getattr(suite, "plain", ()) else names
-            one, other = ({name: suites[place].recipe.get(name) for name in names} for place in (before, folder))
+            names = list(_OF_TEXTS) if task in getattr(model.suite, "plain", ()) else names
+            one, other = ({name: own.suite.recipe.get(name) for name in names} for own in (before, model))
             if differ := unlike(one, other, task):
-                others.setdefault((before, ", ".join(differ)), {})[folder] = None
+                others.setdefault((before.folder, ", ".join(differ)), {})[model.folder] = None
     return [
         f"scores of {errors.and_more(map(str, found))} cannot be compared with those of {before}: {differ}; "
         "--suite-options sets one value for all"
@@ -324,38 +321,32 @@ def _other_scores(manifests: Mapping[Path, Mapping[str, Any]], suites: Mapping[P
     ]
 
 
-def _other_options(
-    manifests: Mapping[Path, Mapping[str, Any]],
-    own: Mapping[Path, str],
-    suites: Mapping[str, tuple[Suite, str]],
-    beside: Mapping[Path, Sequence[str]],
-) -> list[str]:
+def _other_options(models: Sequence[Model]) -> list[str]:
     """Notes on checkpoints of one seed and task whose suites differ: the base is scored as the first of them."""
-    first: dict[tuple[int, str], Path] = {}
+    first: dict[tuple[int, str], Model] = {}
     notes: dict[tuple[Path, Path], str] = {}
-    for folder, manifest in manifests.items():
-        for task in (*_tasks(manifest), *beside[folder]):
-            before = first.setdefault((manifest["seed"], task), folder)
-            one, other = (suites[own[place]][0].recipe for place in (before, folder))
-            if (differ := unlike(one, other, task)) and (before, folder) not in notes:
-                notes[before, folder] = f"line {BASE} is scored as {before}, {folder} otherwise: {', '.join(differ)}"
+    for model in models:
+        for task in (*model.tasks, *model.others):
+            before = first.setdefault((model.seed, task), model)
+            pair = before.folder, model.folder
+            if (differ := unlike(before.suite.recipe, model.suite.recipe, task)) and pair not in notes:
+                notes[pair] = f"line {BASE} is scored as {pair[0]}, {pair[1]} otherwise: {', '.join(differ)}"
     return [*notes.values()]
 
 
-def _suites(
+def _models(
     manifests: Mapping[Path, dict[str, Any]], options: Mapping[str, Any], implied: Mapping[str, Any], split: str
-) -> tuple[dict[Path, str], dict[str, tuple[Suite, str]]]:
-    """The recipe of each checkpoint's suite, and by recipe the suite with the fingerprint of its base.
+) -> list[Model]:
+    """The checkpoints with their suites.
 
     Raises: ValueError that lists everything that keeps the checkpoints from being scored together.
     """
-    recipes: dict[Path, str] = {}
-    suites: dict[str, tuple[Suite, str]] = {}
     # third-party experts name no suite, nor does a model merged from them
     named_by = {
         folder: manifest.get("suite") or _asked(Path(manifest.get(OTHER, folder)), {**implied, **options})
         for folder, manifest in manifests.items()
     }
+    models = list[Model]()
     loaded: dict[str, tuple[Suite, str]] = {}  # one model for the recipes that differ in tasks alone
     wholes: dict[str, str | None] = {}
     rows_of: dict[tuple[Any, ...], Path] = {}
@@ -364,22 +355,20 @@ def _suites(
         line = manifest["label"], model_of(manifest), manifest["seed"]
         if (other := rows_of.setdefault(line, folder)) != folder:
             problems.append(_both(folder, other, line, manifest))
-        if not (found := named_by[folder]):
+        if not (recipe := named_by[folder]):
             problems.append(
                 f"{folder} names no suite to be scored on: pass --preset lm (language models), text (text encoders) or "
                 "images, with --model BASE --data DATA"
             )
             continue
-        recipe = recipes[folder] = json.dumps(found)
-        if recipe not in suites:
-            suites[recipe] = _loaded(found, named_by.values(), options, loaded)
-        suite, base = suites[recipe]
+        suite, base = _loaded(recipe, named_by.values(), options, loaded)
+        models.append(Model(folder, manifest, suite, base))
         fits = OTHER in manifest or manifest.get("base_fingerprint") == base
         if not fits and manifest["kind"] == "merged":  # perhaps of whole models of other tools
-            if recipe not in wholes:
+            if (kind := _but_tasks(recipe)) not in wholes:
                 whole = whole_base(suite)
-                wholes[recipe] = None if whole is None else checkpoint.fingerprint(whole)
-            fits = manifest.get("base_fingerprint", "") == wholes[recipe]
+                wholes[kind] = None if whole is None else checkpoint.fingerprint(whole)
+            fits = manifest.get("base_fingerprint", "") == wholes[kind]
         if not fits:
             problems.append(
                 f"{folder} was made from another base than suite {suite.name!r} gives here: "
@@ -397,7 +386,7 @@ def _suites(
                 f"experts named as its tasks, NAME=FOLDER, {', '.join(suite.tasks)}"
             )
     errors.raise_problems(problems)
-    return recipes, suites
+    return models
 
 
 def _both(folder: Path, other: Path, line: tuple[Any, ...], manifest: Mapping[str, Any]) -> str:
@@ -421,9 +410,11 @@ def _loaded(
         loaded[kind] = suite, checkpoint.fingerprint(suite.base)
     suite, base = loaded[kind]
     tasks = tuple(() if "tasks" in options else recipe.get("tasks") or ())
-    if tasks and tasks != suite.tasks:
-        suite = suite.replace(tasks=tasks, recipe={**suite.recipe, "tasks": list(tasks)})
-    return suite, base
+    if not tasks or tasks == suite.tasks:
+        return suite, base
+    if (own := json.dumps([kind, *tasks])) not in loaded:  # once, since a suite keeps what it has computed
+        loaded[own] = suite.replace(tasks=tasks, recipe={**suite.recipe, "tasks": list(tasks)}), base
+    return loaded[own]
 
 
 def _but_tasks(recipe: Mapping[str, Any]) -> str:
@@ -475,12 +466,12 @@ def _stale(manifests: Mapping[Path, Mapping[str, Any]]) -> list[str]:
     return problems
 
 
-def _other_rows(manifests: Mapping[Path, Mapping[str, Any]], suites: Mapping[Path, Suite]) -> list[str]:
+def _other_rows(models: Sequence[Model]) -> list[str]:
     """Notes on experts of one task that were trained on different rows, or on others than their data hold now."""
     found: dict[str, dict[str, list[str]]] = {}
     notes = []
-    for folder, manifest in manifests.items():
-        rows, suite = manifest.get("train_rows") or {}, suites[folder]
+    for _, manifest, suite, *_ in models:
+        rows = manifest.get("train_rows") or {}
         if manifest["kind"] != "expert" or "hash" not in rows:
             continue
         task, name = manifest["task"], f"{manifest['label']}, seed {manifest['seed']}"
@@ -525,20 +516,18 @@ def _tasks(manifest: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(manifest["tasks" if manifest["kind"] == checkpoint.JOINT else "experts"])
 
 
-def _models(
-    folder: Path, manifest: Mapping[str, Any], suite: Suite, base_print: str, report: Callable[[str], None]
-) -> Iterator[tuple[tuple[str, ...], Params, str]]:
-    """The models in a folder, the tasks of each, one for all or one for each task, and its fingerprint if it is known.
+def _weights(model: Model, report: Callable[[str], None]) -> Iterator[tuple[tuple[str, ...], Params, str]]:
+    """The weights in a folder, their tasks, and their fingerprint if it is known; of several models one for each task.
 
-    Args: base_print: the fingerprint of the suite's base; a merged model of another one is of whole models.
     Raises: ValueError for weights that are not those of the manifest.
     """
+    folder, manifest, suite, *_ = model
     base = suite.base
-    if manifest["kind"] == "merged" and manifest["base_fingerprint"] != base_print:
-        base = whole_base(suite) or base  # `_suites` has checked it
+    if manifest["kind"] == "merged" and manifest["base_fingerprint"] != model.base:
+        base = whole_base(suite) or base  # merged from whole models, as `_models` has checked
     if is_several(folder):
         check_weights(folder, manifest)
-        for task in _tasks(manifest):
+        for task in model.tasks:
             yield (task,), _of_suite(folder, task_params(folder, task, base), suite, base), ""
         return
     known = ""
@@ -551,7 +540,7 @@ def _models(
         known = known if leaves is read else ""
     else:
         params = lora.load_expert(folder, suite.base)[0]
-        yield _tasks(manifest), params, _checked(folder, manifest, params)
+        yield model.tasks, params, _checked(folder, manifest, params)
         return
     if narrow := _narrower(leaves, suite.base):
         names = ", ".join(sorted({tree.dtype_name(leaf) for leaf in narrow.values()}))
@@ -561,7 +550,7 @@ def _models(
     for path, leaf in leaves.items():
         if leaf.dtype != (dtype := suite.base[path].dtype):
             raise ValueError(f"{folder} has {path!r} in {leaf.dtype}, its suite in {dtype}: merge again in that dtype")
-    yield suite.tasks if manifest["kind"] == "expert" else _tasks(manifest), leaves, "" if narrow else known
+    yield model.tasks, leaves, "" if narrow else known
 
 
 def _checked(folder: Path, manifest: Mapping[str, Any], params: Params) -> str:

@@ -159,7 +159,7 @@ def test_checkpoints_that_cannot_be_scored_are_told_before_any_is(runs, suite, t
         "twin": {"task": "rot90", "suite": recipe, "base_fingerprint": checkpoint.fingerprint(suite.base)},
     }.items():
         checkpoint.save_expert(tmp_path / name, suite.base, facts | more)
-    monkeypatch.setattr(evaluation, "score_models", lambda *a, **k: pytest.fail("nothing is scored"))
+    monkeypatch.setattr(evaluation, "score_model", lambda *a, **k: pytest.fail("nothing is scored"))
     with pytest.raises(ValueError, match="foreign was made from another base than suite 'digits' gives") as error:
         evaluate([runs["ft"] / "rot90", *(tmp_path / name for name in ("foreign", "bare", "twin"))])
     assert "bare names no suite to be scored on: pass --preset lm" in str(error.value)
@@ -179,15 +179,15 @@ def test_the_whole_model_of_a_suite_is_read_for_merges_of_whole_models_alone(mer
     folder, asked = merged["ft"] / "ta", []
     manifest = checkpoint.load_manifest(folder)
     monkeypatch.setattr(evaluation, "whole_base", asked.append)
-    evaluation._suites({folder: manifest}, {}, {}, "test")
+    evaluation._models({folder: manifest}, {}, {}, "test")
     assert not asked
     with pytest.raises(ValueError, match="ta was made from another base than suite 'digits' gives"):
-        evaluation._suites({folder: manifest | {"base_fingerprint": "0" * 64}}, {}, {}, "test")
+        evaluation._models({folder: manifest | {"base_fingerprint": "0" * 64}}, {}, {}, "test")
     assert len(asked) == 1
 
 
 def test_what_cannot_be_averaged_is_told_before_any_is_scored(runs, merged, tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluation, "score_models", lambda *a, **k: pytest.fail("nothing is scored"))
+    monkeypatch.setattr(evaluation, "score_model", lambda *a, **k: pytest.fail("nothing is scored"))
     ft = [runs["ft"] / task for task in ("mirror", "rot90")]
     with pytest.raises(ValueError, match=r"different tasks .*FT on mirror, rot90; SMAT on mirror\)"):
         evaluate([*ft, runs["smat"] / "mirror"])
@@ -203,7 +203,7 @@ def test_a_merge_of_experts_that_were_trained_anew_is_refused(runs, merged, tmp_
     anew = copied(runs["smat"] / "mirror", tmp_path / "mirror", **names)
     others = [runs["ft"] / task for task in ("negative", "rot90", "stripes")]
     with monkeypatch.context() as patch:
-        patch.setattr(evaluation, "score_models", lambda *a, **k: pytest.fail("nothing is scored"))
+        patch.setattr(evaluation, "score_model", lambda *a, **k: pytest.fail("nothing is scored"))
         stale = f"{merged['ft'] / 'ta'} was merged from other weights of 'mirror' than {anew} holds now"
         with pytest.raises(ValueError, match=stale):
             evaluate([*others, anew, merged["ft"] / "ta"])
@@ -416,7 +416,9 @@ def test_experts_that_were_trained_on_other_rows_are_notes(runs, tmp_path):
         OWN_HEADS=True, recipe=manifests[folders[0]]["suite"], train_rows=lambda task: {"hash": "a", "classes": ["x"]}
     )
     manifests[folders[0]]["train_rows"]["classes"] = ["y"]
-    named, changed, last = evaluation._other_rows(manifests, dict.fromkeys(folders, now))
+    named, changed, last = evaluation._other_rows(
+        [evaluation.Model(folder, manifests[folder], now, "") for folder in folders]
+    )
     assert changed.startswith(
         "the expert of rot90 of SMAT, seed 21 was trained on other rows than train.jsonl holds now"
     )
@@ -430,6 +432,16 @@ def test_a_suite_is_loaded_once_for_all_its_checkpoints(runs, monkeypatch):
     monkeypatch.setattr(evaluation, "load_suite", lambda **recipe: loads.append(recipe) or load(**recipe))
     evaluate([runs["ft"] / task for task in ("rot90", "mirror")])
     assert len(loads) == 1
+
+
+def test_checkpoints_of_the_same_tasks_share_a_suite_and_what_it_has_computed(runs, suite, monkeypatch):
+    monkeypatch.setattr(evaluation, "load_suite", lambda **recipe: suite)
+    folders, tasks = [runs["ft"] / task for task in ("rot90", "mirror")], ["rot90", "mirror"]
+    known = {folder: checkpoint.load_manifest(folder) for folder in folders}
+    manifests = {folder: own | {"suite": {**own["suite"], "tasks": tasks}} for folder, own in known.items()}
+    one, other = evaluation._models(manifests, {}, {}, "test")
+    assert one.suite is other.suite is not suite
+    assert one.suite.tasks == (*tasks,)
 
 
 def test_what_was_scored_is_not_scored_again(runs, suite, tmp_path, monkeypatch):

@@ -102,7 +102,7 @@ def test_a_report_shows_them_in_a_section_of_their_own(folders, rows, tmp_path):
 
 
 def test_what_has_no_other_task_is_refused_before_anything_is_scored(runs, folders, monkeypatch):
-    monkeypatch.setattr(evaluation, "score_models", lambda *a, **k: pytest.fail("nothing is scored"))
+    monkeypatch.setattr(evaluation, "score_model", lambda *a, **k: pytest.fail("nothing is scored"))
     whole = find_checkpoints([runs["ft"]])
     with pytest.raises(ValueError, match=r"other_tasks: all tasks of the suite \(.*stripes\) are tasks of the check"):
         evaluate(whole, other_tasks=())
