@@ -25,7 +25,7 @@ from smat_fn.mat.smat import is_simulated
 from smat_fn.models.causal_lm import next_token_loss
 from smat_fn.scripts.train.logs import Log
 from smat_fn.scripts.train.loop import train_expert
-from smat_fn.scripts.train.snapshots import Saver
+from smat_fn.scripts.train.resuming import Saver
 from smat_fn.suites.suite import BaseSuite
 
 from .shapes import llama

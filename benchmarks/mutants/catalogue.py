@@ -897,7 +897,7 @@ MUTANTS = [
     ),
     *_of("simulation/state.py:check_max_norm", ("0 < max_norm < math.inf", "0 <= max_norm < math.inf")),
     *_of("scripts/train/launching.py", ("places = list(devices) or", "places = list(devices) * 2 or")),
-    *_of("scripts/train/snapshots.py:on_signals", ("if second_ends:", "if False:")),
+    *_of("scripts/train/resuming.py:on_signals", ("if second_ends:", "if False:")),
     *_of("parallel/replicas.py:_of_this_process", ('random.fold_in(key, f"rank:{dist.get_rank()}")', "key")),
     *_of("evaluate/scoring.py:score_model", ("OTHERS + model if task in others else model", "model")),
     *_of(

@@ -19,7 +19,7 @@ from smat_fn.models import FullLoss
 from smat_fn.parallel import World
 from smat_fn.scripts.evaluate.evaluation import evaluate
 from smat_fn.scripts.merge.inputs import find_inputs, load_inputs
-from smat_fn.scripts.train import snapshots
+from smat_fn.scripts.train import resuming
 from smat_fn.scripts.train.loop import train_expert
 from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.training import train_run
@@ -147,7 +147,7 @@ def test_the_number_of_processes_is_a_setting_where_draws_depend_on_it():
         own = training(**changes)
         assert numbers(own, World(0, 2)) == {**numbers(own), "processes": 2}
         one, two = ({"training": numbers(own, World(0, size))} for size in (1, 2))
-        assert snapshots.differences(two, one) == ["training.processes was 2, is left out"]
+        assert resuming.differences(two, one) == ["training.processes was 2, is left out"]
     assert numbers(training(), World(0, 2)) == numbers(training())
 
 
@@ -247,7 +247,7 @@ def test_a_signal_to_torchrun_saves_once_and_the_run_goes_on_to_the_same_bits(su
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate()
     assert error.count("train.py: stopped by signal 15 after ") == 1, error
-    snapshot = snapshots.read(snapshots.path_of(tmp_path / "cut", "rot90"))
+    snapshot = resuming.read(resuming.path_of(tmp_path / "cut", "rot90"))
     assert 5 < snapshot.step < 40
     again = torchrun(*words, "--out", tmp_path / "cut", "--resume")
     assert again.returncode == 0, again.stderr

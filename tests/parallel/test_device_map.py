@@ -9,8 +9,8 @@ from smat_fn import draw, lora, optim, random, reweight, simulate, testing, tree
 from smat_fn.grad import ModuleLoss, with_master_weights
 from smat_fn.mat.step import as_tensors
 from smat_fn.models.causal_lm import next_token_loss
-from smat_fn.scripts.train import snapshots
-from smat_fn.scripts.train.snapshots import Saver
+from smat_fn.scripts.train import resuming
+from smat_fn.scripts.train.resuming import Saver
 from smat_fn.types import Micro
 from smat_fn.where import block_linear
 
@@ -197,7 +197,7 @@ def test_a_snapshot_of_two_devices_goes_on_on_them(tmp_path):
         saver = Saver(tmp_path / "a.safetensors", {})
         saver.save(state, {})
         saver.wait()
-        back = snapshots.restore(saver.path, method.init(spread(base)))
+        back = resuming.restore(saver.path, method.init(spread(base)))
         assert back.step == 3
         testing.assert_trees_equal(gathered(back.params), gathered(state.params))
         state, back = (method.update(KEY, one, batches[3])[0] for one in (state, back))

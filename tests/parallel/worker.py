@@ -23,9 +23,9 @@ from smat_fn.grad import ModuleLoss, value_and_grad, with_master_weights
 from smat_fn.mat import asam, finetune, l2sp, mergopt, msam, orthoreg, smat
 from smat_fn.mat.weights import SimulatedWeights
 from smat_fn.parallel import World, replicas
-from smat_fn.scripts.train import snapshots
+from smat_fn.scripts.train import resuming
 from smat_fn.scripts.train.options import RunOptions
-from smat_fn.scripts.train.snapshots import Stop
+from smat_fn.scripts.train.resuming import Stop
 from smat_fn.scripts.train.training import train_run
 from smat_fn.suites.suite import BaseSuite
 from smat_fn.types import Micro, Optimizer
@@ -245,8 +245,8 @@ class After(Stop):
 def apart(rank, folder):
     """What processes say whose disks, or settings, are not the same; and how often one opened a snapshot of another."""
     suite, out = tiny(lambda task, key, step: tuple(part.float() for part in batch(step))), folder / f"disk{rank}"
-    path, read, opened, told = snapshots.path_of(out, "task"), snapshots.read, [], []
-    snapshots.read = lambda path: opened.append(path) or read(path)
+    path, read, opened, told = resuming.path_of(out, "task"), resuming.read, [], []
+    resuming.read = lambda path: opened.append(path) or read(path)
 
     def run(lr=1e-2, **options):
         stop = After(options.pop("steps", 10))
@@ -255,7 +255,7 @@ def apart(rank, folder):
             train_run(
                 suite, Finetune(), training, RunOptions(out, ["task"], 1, **options), world=World(rank, 2), stop=stop
             )
-        except (ValueError, snapshots.Interrupted) as error:
+        except (ValueError, resuming.Interrupted) as error:
             told.append(str(error))
         dist.barrier()
 
@@ -268,7 +268,7 @@ def apart(rank, folder):
     run(resume=True, steps=2)
     run(resume=True)
     run(overwrite=True, lr=[1e-2, 2e-2][rank])
-    snapshots.read = read
+    resuming.read = read
     return told
 
 
@@ -291,21 +291,21 @@ def interrupted(rank, folder):
         return checkpoint.load_manifest(folders[0])["fingerprint"]
 
     found["whole"] = run(folder / "whole")
-    write = snapshots.save_file
+    write = resuming.save_file
 
     def slowly(*args, **options):
         time.sleep(0.3)
         write(*args, **options)
 
-    snapshots.save_file = slowly
+    resuming.save_file = slowly
     try:
-        with snapshots.on_signals(second_ends=False) as stop:
+        with resuming.on_signals(second_ends=False) as stop:
             run(folder / "cut", stop=stop)
-    except snapshots.Interrupted as ended:
+    except resuming.Interrupted as ended:
         # at once: another process that ended sooner would take the writing one with it
-        last = snapshots.read(snapshots.path_of(folder / "cut", "task"))
+        last = resuming.read(resuming.path_of(folder / "cut", "task"))
         found["ended"] = (str(ended), ended.status, None if last is None else last.step)
-    snapshots.save_file = write
+    resuming.save_file = write
     found["resumed"] = run(folder / "cut", resume=True)
     return found
 
@@ -352,7 +352,7 @@ def of_train_py(folder, name, training, *, world, stop=None, **options):
     }[name]
     try:
         train_run(blocks(), chosen, training, RunOptions(folder, ["task"], 1, **options), world=world, stop=stop)
-    except snapshots.Interrupted as ended:
+    except resuming.Interrupted as ended:
         return str(ended)
     finally:
         if world.size > 1:

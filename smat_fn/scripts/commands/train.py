@@ -128,7 +128,7 @@ def train(args: Train, world: "parallel.World") -> None:
     from smat_fn.scripts.train.describe import dry_run, headline
     from smat_fn.scripts.train.joint import joint_run
     from smat_fn.scripts.train.options import check_run, experts_to_merge, suite_options
-    from smat_fn.scripts.train.snapshots import Interrupted, on_signals
+    from smat_fn.scripts.train.resuming import Interrupted, on_signals
     from smat_fn.scripts.train.training import train_run
     from smat_fn.suites import describe_options, load_suite
 

@@ -20,12 +20,12 @@ from ...parallel import ALONE, Sharded, World, share
 from ...suites import Suite
 from ...types import Batch, LossFn, Method, Optimizer, Params, PerStep, Precision, Where
 from ...where import matrices
-from . import snapshots
+from . import resuming
 from .dev_curve import DevCurve, Tracked, curve_of
 from .logs import Log
 from .memory import offloaded, offloads_base
+from .resuming import Interrupted, Saver, Stop, restore_all
 from .settings import Place
-from .snapshots import Interrupted, Saver, Stop, restore_all
 from .variants import adapters_of, arrange, masked_beside, offload_of
 
 OnStep = Callable[[int, Any], None]
@@ -146,7 +146,7 @@ def train_expert(
         curve = curve_of(suite, task, training, adapters_of(loss_of(suite, task, training), training))
     if saver is not None and world.agree(saver.path.exists()):  # the first process's disk decides
         if isinstance(run, Sharded):
-            state = run.scatter(snapshots.restore_all(saver.path, run.empty(state), world), state)
+            state = run.scatter(resuming.restore_all(saver.path, run.empty(state), world), state)
         else:
             state = _restored(saver, state, curve, partial(_result, suite=suite, training=training), world)
     with nullcontext() if kept is None else offloaded(suite.base, kept):
@@ -220,7 +220,7 @@ def _save(saver: Saver, state: Any, log: Log | None, curve: DevCurve | None) -> 
 
 def _restored(saver: Saver, state: Any, curve: DevCurve | None, result: Callable[[Any], Params], world: World) -> Any:
     """The state of a training checkpoint; the evaluations that it holds go to the curve."""
-    last = world.agree(snapshots.read(saver.path))
+    last = world.agree(resuming.read(saver.path))
     if curve is None or not (points := last.progress.get("dev")):
         return restore_all(saver.path, state, world)
     best = tree.tree_map(lambda leaf: leaf.detach().clone(), result(state))

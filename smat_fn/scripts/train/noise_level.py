@@ -17,7 +17,7 @@ from ...simulation import relative
 from ...suites import Suite
 from ...types import Params
 from ..merge.inputs import manifest_of
-from . import snapshots
+from . import resuming
 from .logs import check_losses
 from .loop import budget, loss_of, schedules, train_expert
 from .options import RunOptions
@@ -85,7 +85,7 @@ def _standing(run: RunOptions, base: str, tasks: Sequence[str], *, probe: bool) 
     """
     replaced = run.tasks if run.overwrite else ()
     given = list[float]()
-    for facts in snapshots.begun(run.out, (*run.tasks, *tasks), besides=replaced):
+    for facts in resuming.begun(run.out, (*run.tasks, *tasks), besides=replaced):
         if facts.get("base_fingerprint") != base:
             continue
         if probe:

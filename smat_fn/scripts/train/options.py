@@ -16,7 +16,7 @@ from ...grad import ModuleLoss
 from ...parallel import ALONE, World
 from ...types import Batch, Offload, Precision
 from ..merge.inputs import manifest_of
-from . import snapshots, trackers
+from . import resuming, trackers
 from .loop import make_optimizer
 from .settings import RunSettings
 from .variants import asked, numbered, numbers, offload_of
@@ -61,7 +61,7 @@ def experts_to_merge(run: RunOptions, known: Sequence[str], report: Callable[[st
     """
     count = max(2, len(known))  # a task alone has its partners elsewhere
     replaced = run.tasks if run.overwrite else ()
-    for facts in snapshots.begun(run.out, (*run.tasks, *known), besides=replaced):
+    for facts in resuming.begun(run.out, (*run.tasks, *known), besides=replaced):
         if found := facts.get("hyperparameters", {}).get("k_max"):
             if found != count:
                 report(
@@ -119,7 +119,7 @@ def check_run(
         for index in range(1, run.keep_snapshots + 1):
             folder = snapshot_folder(run.out, index, task)
             problems += problems_of(checkpoint.refuse_existing, folder, overwrite=run.overwrite)
-        if (unfinished := snapshots.path_of(run.out, task)).exists() and not run.overwrite:
+        if (unfinished := resuming.path_of(run.out, task)).exists() and not run.overwrite:
             problems.append(f"{unfinished} belongs to an unfinished expert: pass --resume or --overwrite")
     errors.raise_problems(problems)
 
@@ -141,7 +141,7 @@ def _existing(method: MethodConfig, training: Training, run: RunOptions, path: P
     trained = known(numbers(training, world))
     now = {"method": method.name, "hyperparameters": known(own), "training": trained, "seed": run.seed}
     parts = {name: known(stored.get(name)) for name in ("hyperparameters", "training")}
-    if differ := snapshots.differences({**stored, **parts}, json.loads(json.dumps(now))):
+    if differ := resuming.differences({**stored, **parts}, json.loads(json.dumps(now))):
         return [f"{path} exists, trained with other settings ({', '.join(differ)}): pass another --out, or --overwrite"]
     return [f"{path} exists, trained with these settings: pass --resume to keep it, or --overwrite to train it again"]
 

@@ -161,16 +161,16 @@ def progress(out: Path) -> list[Progress]:
     """Every expert that is done or has a log, below a folder. Raises: ValueError where there is none."""
     from ... import checkpoint
     from ..merge.inputs import manifest_of
-    from . import snapshots
+    from . import resuming
 
     found = []
     logs = {log.parent / log.name.removesuffix(".log.jsonl"): log for log in checkpoint.files_below(out, "*.log.jsonl")}
     manifests = {m.parent for m in checkpoint.files_below(out, checkpoint.MANIFEST)}
-    experts = {folder for folder in manifests if manifest_of(folder).get("kind") in snapshots.TRAINED}
+    experts = {folder for folder in manifests if manifest_of(folder).get("kind") in resuming.TRAINED}
     for folder in sorted(experts | set(logs)):
         last = _last(logs[folder]) if folder in logs else {}
         run = str(folder.parent.relative_to(out))
-        done = folder in experts and snapshots.finished(folder.parent, folder.name)
+        done = folder in experts and resuming.finished(folder.parent, folder.name)
         found.append(Progress(run, folder.name, done, last.get("step"), last.get("loss")))
     if not found:
         raise ValueError(f"{out} holds no run of train.py: give its --out folder, or a parent folder")
@@ -275,13 +275,13 @@ def _new_tasks(flags: str, experts: Mapping[str, Mapping[str, Any]]) -> set[str]
 
 def _check_code(runs: Sequence[Path]) -> None:
     from ... import machine
-    from . import snapshots
+    from . import resuming
 
     problems = []
     for run in runs:
         made = {run / task: manifest.get("code") for task, manifest in _experts(run).items()}
-        for file in run.glob(snapshots.path_of(Path(), "*").name):
-            if (last := snapshots.read(file)) is not None:
+        for file in run.glob(resuming.path_of(Path(), "*").name):
+            if (last := resuming.read(file)) is not None:
                 made[file] = last.code
         problems += [f"{path} is of code {code or 'unknown'}" for path, code in made.items() if code != machine.code()]
     if problems:

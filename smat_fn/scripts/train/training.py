@@ -26,14 +26,14 @@ from ...suites import Suite
 from ...types import Params
 from ...where import mask_problems
 from ..merge.inputs import BY_TASK, check_weights, is_free, manifest_of
-from . import snapshots
+from . import resuming
 from .dev_curve import DevCurve, curve_of
 from .logs import Log
 from .loop import budget, loss_of, schedules, train_expert
 from .memory import reset_peak
 from .noise_level import coarse_line, perturbed, settled, update_rms
 from .options import RunOptions, check_run, snapshot_folder
-from .snapshots import Saver, Snapshot, Stop
+from .resuming import ResumePoint, Saver, Stop
 from .variants import adapters_of, asked, numbers
 
 WAIT = 600.0  # seconds for another process that writes the base
@@ -190,7 +190,7 @@ def train_run(
             with _locked_base(run.out):
                 _write_base(run.out / checkpoint.BASE, suite, fingerprint, overwrite=run.overwrite)
             for task in run.tasks if run.overwrite else ():
-                snapshots.replace_expert(run.out, task)
+                resuming.replace_expert(run.out, task)
         for expert in experts:
             _train_one(shared, expert)
     return [run.out / expert.task for expert in experts]
@@ -208,7 +208,7 @@ def _hold(run: RunOptions, held: ExitStack) -> None:
             held.enter_context(locked(file, taken))
     for task in run.tasks:
         kept = [snapshot_folder(run.out, index, task) for index in range(1, run.keep_snapshots + 1)]
-        for path in (run.out / task, snapshots.path_of(run.out, task), snapshots.replaced(run.out, task), *kept):
+        for path in (run.out / task, resuming.path_of(run.out, task), resuming.replaced(run.out, task), *kept):
             checkpoint.sweep(path)
 
 
@@ -287,13 +287,13 @@ def _train_one(shared: Shared, expert: Expert) -> None:
     suite, method, run, stop, world, report = shared
     task, training = expert.task, expert.training
     steps, minutes = run.save_every_steps, run.save_every_minutes
-    saver = Saver(snapshots.path_of(run.out, task), expert.facts, every_steps=steps, every_minutes=minutes)
+    saver = Saver(resuming.path_of(run.out, task), expert.facts, every_steps=steps, every_minutes=minutes)
     finished, last = False, None
     if world.leads:  # the others would open what this one removes
-        finished = run.resume and snapshots.finished(run.out, task)
+        finished = run.resume and resuming.finished(run.out, task)
         if finished or not run.resume:
             saver.discard()
-        last = snapshots.read(saver.path)
+        last = resuming.read(saver.path)
     finished, last = world.agree((finished, last))
     if finished:
         if world.leads:
@@ -321,7 +321,7 @@ def _train_one(shared: Shared, expert: Expert) -> None:
         finally:
             saver.wait()  # after an exception too: nothing appears later, in a run that begins anew
         tell = partial(_manifest, shared, expert, params, log, curve)
-        again = run.overwrite or not snapshots.finished(run.out, task)
+        again = run.overwrite or not resuming.finished(run.out, task)
         try:
             save(suite, run.out / task, expert, params, tell, overwrite=again, moments=kept.moments)
         except OSError as error:  # such as a full disk
@@ -337,7 +337,7 @@ def _forget_replaced(run: RunOptions, task: str) -> None:
 
     The mark goes last: a run that is killed before that resumes here.
     """
-    if not (mark := snapshots.replaced(run.out, task)).exists():
+    if not (mark := resuming.replaced(run.out, task)).exists():
         return
     kept = [snapshot_folder(run.out, index, task) for index in range(1, run.keep_snapshots + 1)]
     for folder in (place / task for place in run.out.glob(f"{checkpoint.SNAPSHOTS}/*")):
@@ -419,12 +419,12 @@ def _same_everywhere(world: World, experts: Sequence[Expert]) -> None:
         [
             f"process {rank} would train another expert than the first one: {', '.join(differ)}"
             for rank, own in enumerate(seen)
-            if (differ := snapshots.differences(seen[0], own))
+            if (differ := resuming.differences(seen[0], own))
         ]
     )
 
 
-def _log(shared: Shared, expert: Expert, last: Snapshot | None) -> Log:
+def _log(shared: Shared, expert: Expert, last: ResumePoint | None) -> Log:
     """The log of an expert, continued after its checkpoint if there is one; peaks of memory count from here."""
     suite, run = shared.suite, shared.run
     device, task, training = next(iter(suite.base.values())).device, expert.task, expert.training
@@ -456,9 +456,9 @@ def _check_resumed(run: RunOptions, experts: Sequence[Expert], report: Callable[
     """
     out, problems, edited, damaged, moved = run.out, list[str](), list[str](), list[str](), dict[str, None]()
     for task, _, _, facts in experts:
-        last, path = snapshots.read(snapshots.path_of(out, task)), out / task
-        ended = snapshots.finished(out, task)
-        if not ended and not is_free(path) and not snapshots.replaced(out, task).exists():
+        last, path = resuming.read(resuming.path_of(out, task)), out / task
+        ended = resuming.finished(out, task)
+        if not ended and not is_free(path) and not resuming.replaced(out, task).exists():
             damaged.append(f"{path} is not the folder of an expert of train.py: move it to train {task} there")
         found = checkpoint.load_manifest(path) if ended else None if last is None else last.settings
         if found is None:
@@ -468,7 +468,7 @@ def _check_resumed(run: RunOptions, experts: Sequence[Expert], report: Callable[
             continue
         damaged += problems_of(check_weights, path, found) if ended else []
         if (of := found.get("task") if ended else last and last.task) not in (None, task):
-            file = path if ended else snapshots.path_of(out, task)
+            file = path if ended else resuming.path_of(out, task)
             damaged.append(f"{file} is of task {of}: give it back the name of that task, or move it to train {task}")
         rows, now = (settings.get("train_rows") or {} for settings in (found, facts))
         parts = "hash", "dev", "inputs", "head", "classes"
@@ -485,7 +485,7 @@ def _check_resumed(run: RunOptions, experts: Sequence[Expert], report: Callable[
         if old != model and "inputs" in rows and _holds_all(facts["suite"]):
             besides.append("suite.model")
             moved[f"model was {old}, is {model}"] = None
-        differ = snapshots.differences(found, others, besides=besides)
+        differ = resuming.differences(found, others, besides=besides)
         # other options of the suite make other inputs of the same files
         edited += [] if _other_options(differ) else _edits(task, out, begun, rows, now, other)
         if differ:

@@ -14,7 +14,7 @@ from smat_fn.scripts.train.dev_curve import DevCurve
 from smat_fn.scripts.train.logs import Log
 from smat_fn.scripts.train.loop import train_expert
 from smat_fn.scripts.train.options import RunOptions, check_run
-from smat_fn.scripts.train.snapshots import Interrupted, Stop
+from smat_fn.scripts.train.resuming import Interrupted, Stop
 
 SIX = Training(steps=6, lr=5e-4)
 

@@ -16,10 +16,10 @@ from smat_fn.report.tables import main_table, relative_table
 from smat_fn.scripts.evaluate.evaluation import evaluate, find_checkpoints, verdict, write_report
 from smat_fn.scripts.evaluate.sources import read_sources
 from smat_fn.scripts.merge.inputs import all_inputs
-from smat_fn.scripts.train import snapshots, sweep
+from smat_fn.scripts.train import resuming, sweep
 from smat_fn.scripts.train.joint import joint_run
 from smat_fn.scripts.train.options import RunOptions, check_run
-from smat_fn.scripts.train.snapshots import Interrupted, Stop
+from smat_fn.scripts.train.resuming import Interrupted, Stop
 from smat_fn.scripts.train.training import train_run
 from smat_fn.suites import load_suite
 from smat_fn.suites.joint import joint, joint_loss
@@ -122,7 +122,7 @@ def test_it_resumes_to_the_same_bits(train_joint, tmp_path, monkeypatch, trainin
     step_of[4] = lambda: stop.ask(15)
     with pytest.raises(Interrupted, match=r"stopped by signal 15 after 5 steps of joint"):
         train_joint(tmp_path / "parts", "smat", training=training, stop=stop)
-    assert snapshots.read(snapshots.path_of(tmp_path / "parts", "joint")).step == 5
+    assert resuming.read(resuming.path_of(tmp_path / "parts", "joint")).step == 5
     train_joint(tmp_path / "parts", "smat", training=training, resume=True)
     whole, parts = (checkpoint.load_manifest(tmp_path / name / "joint")["fingerprint"] for name in ("whole", "parts"))
     assert whole == parts
@@ -155,7 +155,7 @@ def test_no_merge_of_the_run_takes_it_or_waits_for_it(finished, train_joint, tmp
     train_joint(tmp_path / "alone")
     with pytest.raises(ValueError, match="holds no experts"):
         all_inputs(tmp_path / "alone")
-    assert [*snapshots.begun(tmp_path / "alone", TASKS)] == []
+    assert [*resuming.begun(tmp_path / "alone", TASKS)] == []
 
 
 def test_its_scores_are_a_column_beside_those_of_the_experts(finished, suite, tmp_path):

@@ -17,7 +17,7 @@ from smat_fn.scripts.merge.inputs import find_inputs
 from smat_fn.scripts.train import training
 from smat_fn.scripts.train.loop import train_expert
 from smat_fn.scripts.train.options import RunOptions
-from smat_fn.scripts.train.snapshots import Interrupted, Stop
+from smat_fn.scripts.train.resuming import Interrupted, Stop
 from smat_fn.scripts.train.training import Kept
 
 CONSTANT = Training(steps=6, lr=5e-4, schedule="constant")

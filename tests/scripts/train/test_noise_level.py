@@ -13,7 +13,7 @@ from smat_fn.config import DIGITS, Adapters, Finetune, Training
 from smat_fn.scripts.analyse import weights
 from smat_fn.scripts.train import noise_level
 from smat_fn.scripts.train.options import RunOptions, check_run, experts_to_merge
-from smat_fn.scripts.train.snapshots import Interrupted, Stop, on_signals
+from smat_fn.scripts.train.resuming import Interrupted, Stop, on_signals
 from smat_fn.scripts.train.training import train_run
 
 SMAT = replace(DIGITS.methods["smat"], sigma="auto")

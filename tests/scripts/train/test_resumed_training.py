@@ -24,9 +24,9 @@ from smat_fn.config import DIGITS, Adapters, Msam, Training
 from smat_fn.folders.writing import locked
 from smat_fn.mat.finetune import State
 from smat_fn.scripts.merge.inputs import all_inputs
-from smat_fn.scripts.train import snapshots, training
+from smat_fn.scripts.train import resuming, training
 from smat_fn.scripts.train.logs import Log
-from smat_fn.scripts.train.snapshots import Interrupted, Saver, Stop
+from smat_fn.scripts.train.resuming import Interrupted, Saver, Stop
 
 ROOT = Path(__file__).parents[3]
 TIMED = {
@@ -106,8 +106,8 @@ def test_a_killed_run_goes_on_from_its_last_snapshot_to_the_same_bits(train, tmp
     after(monkeypatch, 6, kill)
     with pytest.raises(Killed):
         train(tmp_path / "cut", **options)
-    path = snapshots.path_of(tmp_path / "cut", "rot90")
-    assert snapshots.read(path).step == 4
+    path = resuming.path_of(tmp_path / "cut", "rot90")
+    assert resuming.read(path).step == 4
     assert len(log_of(tmp_path / "cut", "rot90")) == 7
     told = []
     train(tmp_path / "cut", **options, resume=True, report=told.append)
@@ -125,11 +125,11 @@ def test_where_smat_keeps_its_base_changes_no_bit_and_belongs_to_no_comparison(t
     with pytest.raises(Killed):
         train(tmp_path / "cut", **options, offload="cpu")
     # as earlier code wrote it
-    path = snapshots.path_of(tmp_path / "cut", "rot90")
-    known = snapshots.read(path).settings
+    path = resuming.path_of(tmp_path / "cut", "rot90")
+    known = resuming.read(path).settings
     now, before = known, {**known, "hyperparameters": {**known["hyperparameters"], "offload": "cpu"}}
     assert "offload" not in known["hyperparameters"]
-    assert snapshots.differences(before, now) == snapshots.differences(now, before) == []
+    assert resuming.differences(before, now) == resuming.differences(now, before) == []
     train(tmp_path / "cut", **options, resume=True, offload="stream")
     train(tmp_path / "cut", **options, resume=True, offload="device")  # finds what it would train
     for task in options["tasks"]:
@@ -290,7 +290,7 @@ def test_asked_to_stop_it_saves_at_once_and_says_where(train, tmp_path, monkeypa
     with pytest.raises(Interrupted, match=r"stopped by signal 15 after 3 steps of rot90; .*--resume$") as caught:
         train(tmp_path, tasks=("rot90",), stop=stop)
     assert caught.value.status == 143
-    assert snapshots.read(snapshots.path_of(tmp_path, "rot90")).step == 3
+    assert resuming.read(resuming.path_of(tmp_path, "rot90")).step == 3
     assert [row["step"] for row in log_of(tmp_path, "rot90")] == [0, 1, 2]
 
 
@@ -310,7 +310,7 @@ def test_a_signal_ends_what_comes_before_the_first_step_at_once(runs, train, sui
         pytest.raises(
             Interrupted, match=rf"^stopped by signal {number:d} before step 1 of rot90: continue with --resume$"
         ) as caught,
-        snapshots.on_signals() as stop,
+        resuming.on_signals() as stop,
     ):
         train(tmp_path, tasks=("rot90",), stop=stop)
     assert (asked, caught.value.status) == ([0], 128 + number)
@@ -318,13 +318,13 @@ def test_a_signal_ends_what_comes_before_the_first_step_at_once(runs, train, sui
     assert weights_of(tmp_path, "rot90") == weights_of(runs["smat"], "rot90")
 
 
-@pytest.mark.parametrize("number", snapshots.ASKING)
+@pytest.mark.parametrize("number", resuming.ASKING)
 def test_a_second_signal_ends_at_once_unless_it_may_be_the_first_passed_on(number):
     ended = []
     before = signal.signal(number, lambda *_: ended.append(number))
     try:
         for second_ends in (True, False):
-            with snapshots.on_signals(second_ends=second_ends) as stop:
+            with resuming.on_signals(second_ends=second_ends) as stop:
                 signal.raise_signal(number)
                 assert (stop.signal, ended) == (number, [])
                 signal.raise_signal(number)
@@ -341,7 +341,7 @@ def test_a_second_signal_ends_at_once_unless_it_may_be_the_first_passed_on(numbe
 def test_training_stops_with_its_terminal_and_not_under_nohup(ignored):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else lambda *_: None)
     try:
-        with snapshots.on_signals() as stop:
+        with resuming.on_signals() as stop:
             signal.raise_signal(signal.SIGHUP)
             assert stop.signal == (None if ignored else signal.SIGHUP)
     finally:
@@ -404,8 +404,8 @@ def test_a_resumed_run_tells_what_other_code_has_made(train, tmp_path, monkeypat
 
 def test_overwrite_forgets_what_was_unfinished(runs, train, tmp_path, monkeypatch):
     after(monkeypatch, 4, kill)
-    write = snapshots.save_file
-    monkeypatch.setattr(snapshots, "save_file", lambda *a, **k: time.sleep(0.2) or write(*a, **k))
+    write = resuming.save_file
+    monkeypatch.setattr(resuming, "save_file", lambda *a, **k: time.sleep(0.2) or write(*a, **k))
     with pytest.raises(Killed):
         train(tmp_path, "ft", tasks=("rot90",), save_every_steps=2)
     assert {p.name for p in tmp_path.iterdir()} == {"base", "rot90.log.jsonl", "rot90.resume.safetensors"}
@@ -419,7 +419,7 @@ def test_an_interrupted_overwrite_resumes_and_replaces_the_experts_of_before(run
     train(tmp_path, "ft", tasks=("rot90", "mirror"))
     before, stop = weights_of(tmp_path, "rot90"), Stop()
     after(monkeypatch, 2, lambda: setattr(stop, "signal", 15))
-    monkeypatch.setattr(snapshots, "save_file", full := Full())
+    monkeypatch.setattr(resuming, "save_file", full := Full())
     with pytest.raises(Interrupted, match=r"rot90; nothing could be saved: continue with"):
         train(tmp_path, tasks=("rot90", "mirror"), overwrite=True, stop=stop)
     assert (weights_of(tmp_path, "rot90"), full.asked) == (before, 1)
@@ -474,7 +474,7 @@ def test_an_expert_that_cannot_be_written_names_its_checkpoint(runs, train, tmp_
     options = {"name": "ft", "tasks": ("rot90",), "save_every_steps": 4}
     with monkeypatch.context() as patch:
         patch.setattr(training, "save", lambda *args, **options: full_disk())
-        path = snapshots.path_of(tmp_path, "rot90")
+        path = resuming.path_of(tmp_path, "rot90")
         told = (
             rf"rot90 cannot be written \(No space left .*\); the last good state, after 4 steps, is {path}: free space"
         )
@@ -511,9 +511,9 @@ def test_a_bad_loss_keeps_the_last_good_state_and_says_where(suite, train, tmp_p
 
     with pytest.raises(ValueError, match=r"loss of mirror is nan at step 4, on training rows \d+(, \d+)+: ") as error:
         train(tmp_path, suite=suite.replace(batch=broken), tasks=("mirror",), save_every_steps=3, log_every=6)
-    path = snapshots.path_of(tmp_path, "mirror")
+    path = resuming.path_of(tmp_path, "mirror")
     assert str(error.value).endswith(f"the last good state, after 3 steps, is {path}")
-    assert snapshots.read(path).step == 3
+    assert resuming.read(path).step == 3
 
 
 def test_a_state_that_is_not_finite_is_never_kept(tmp_path):
@@ -522,7 +522,7 @@ def test_a_state_that_is_not_finite_is_never_kept(tmp_path):
     for step, value in ((1, 1.0), (2, float("inf"))):
         saver.save(State({"w": torch.full((2,), value)}, optimizer.init(params), step), {})
     saver.wait()
-    assert snapshots.read(saver.path).step == 1
+    assert resuming.read(saver.path).step == 1
     assert saver.where() == f"the last good state, after 1 steps, is {saver.path}"
 
 
@@ -541,18 +541,18 @@ def test_a_snapshot_holds_the_whole_state_and_is_a_copy(tmp_path):
         leaf.zero_()  # as a donated step would
     saver.wait()
     fresh = State({path: torch.zeros_like(leaf) for path, leaf in params.items()}, optimizer.init(params), 0)
-    back = snapshots.restore(saver.path, fresh)
+    back = resuming.restore(saver.path, fresh)
     testing.assert_trees_equal(back.params, want)
     muon = back.opt_state.optimizer
     assert (back.step, muon.step, muon.rest.step) == (2, 2, 2)
     testing.assert_trees_equal(muon.momentum, state.optimizer.momentum)
     testing.assert_trees_equal(muon.rest.nu, state.optimizer.rest.nu)
-    assert snapshots.read(saver.path) == (2, {"seed": 1}, {"x": 1}, machine.code(), "a.safetensors")
+    assert resuming.read(saver.path) == (2, {"seed": 1}, {"x": 1}, machine.code(), "a.safetensors")
     with pytest.raises(ValueError, match="is the state of another optimizer or model"):
-        snapshots.restore(saver.path, State(fresh.params, optim.adam(0.1).init(params), 0))
+        resuming.restore(saver.path, State(fresh.params, optim.adam(0.1).init(params), 0))
     saver.path.write_bytes(saver.path.read_bytes()[:50])
     with pytest.raises(ValueError, match="cannot be read"):
-        snapshots.read(saver.path)
+        resuming.read(saver.path)
     saver.discard()
     assert list(tmp_path.iterdir()) == []
     assert saver.where() is None
@@ -565,18 +565,18 @@ def test_a_flipped_bit_in_a_checkpoint_is_an_error(tmp_path):
     saver.wait()
     saver.path.write_bytes(saver.path.read_bytes()[:-1] + b"\xbf")  # -1.0
     with pytest.raises(ValueError, match=r"a\.safetensors is damaged \(CRC-32 .*: put back a copy, or remove"):
-        snapshots.restore(saver.path, fresh)
+        resuming.restore(saver.path, fresh)
     with safe_open(saver.path, framework="pt") as store:  # as earlier code wrote it
         leaves, facts = {name: store.get_tensor(name) for name in store.keys()}, store.metadata()["facts"]  # noqa: SIM118
-    snapshots.save_file(leaves, saver.path, metadata={"facts": facts})
-    assert snapshots.restore(saver.path, fresh).params["w"].tolist() == [1.0, 1.0, -1.0]
+    resuming.save_file(leaves, saver.path, metadata={"facts": facts})
+    assert resuming.restore(saver.path, fresh).params["w"].tolist() == [1.0, 1.0, -1.0]
 
 
 def test_a_damaged_checkpoint_is_not_resumed_and_not_called_the_last_good_state(train, tmp_path, monkeypatch):
     after(monkeypatch, 4, kill)
     with pytest.raises(Killed):
         train(tmp_path, "ft", tasks=("rot90",), save_every_steps=4)
-    file = snapshots.path_of(tmp_path, "rot90")
+    file = resuming.path_of(tmp_path, "rot90")
     file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
     with pytest.raises(ValueError, match=r"rot90\.resume\.safetensors is damaged .* from the start$"):
         train(tmp_path, "ft", tasks=("rot90",), resume=True)
@@ -597,7 +597,7 @@ def test_what_is_another_tasks_is_neither_resumed_nor_taken_for_finished(train, 
             after(patch, 1, kill)
             with pytest.raises(Killed):
                 train(tmp_path, **options, tasks=(task,))
-    files = [snapshots.path_of(tmp_path, task) for task in ("rot90", "mirror")]
+    files = [resuming.path_of(tmp_path, task) for task in ("rot90", "mirror")]
     swap(*files)
     with pytest.raises(ValueError, match=rf"{files[0]} is of task mirror: .*; {files[1]} is of task rot90: "):
         train(tmp_path, **options, tasks=("rot90", "mirror"), resume=True)
@@ -612,9 +612,9 @@ def test_what_is_another_tasks_is_neither_resumed_nor_taken_for_finished(train, 
 @pytest.mark.parametrize("facts", [None, "[]", '{"step": "1", "settings": {}, "progress": {}}', '{"step": 1}'])
 def test_a_file_of_something_else_is_not_a_checkpoint(tmp_path, facts):
     file = tmp_path / "a.safetensors"
-    snapshots.save_file({"w": torch.zeros(2)}, file, metadata=None if facts is None else {"facts": facts})
+    resuming.save_file({"w": torch.zeros(2)}, file, metadata=None if facts is None else {"facts": facts})
     with pytest.raises(ValueError, match=r"a\.safetensors (cannot be read|does not say which training)"):
-        snapshots.read(file)
+        resuming.read(file)
 
 
 @pytest.mark.parametrize("leaf", [torch.zeros(1), torch.zeros(3).double()], ids=["shape", "dtype"])
@@ -623,13 +623,13 @@ def test_a_state_of_another_shape_or_dtype_is_an_error(tmp_path, leaf):
     saver.save(State({"w": leaf}, (), 1), {})
     saver.wait()
     with pytest.raises(ValueError, match=r"a\.safetensors holds \.params\['w'\] in another shape or dtype"):
-        snapshots.restore(saver.path, State({"w": torch.zeros(3)}, (), 0))
+        resuming.restore(saver.path, State({"w": torch.zeros(3)}, (), 0))
 
 
 def test_a_checkpoint_that_cannot_be_opened_is_not_called_missing(tmp_path):
     (tmp_path / "a.safetensors").mkdir()
     with pytest.raises(ValueError, match=r"cannot be opened \(Is a directory\): .* make it readable and rerun$"):
-        snapshots.read(tmp_path / "a.safetensors")
+        resuming.read(tmp_path / "a.safetensors")
 
 
 def test_a_checkpoint_has_the_permissions_of_other_files_and_no_leftovers(train, tmp_path, monkeypatch):
@@ -640,7 +640,7 @@ def test_a_checkpoint_has_the_permissions_of_other_files_and_no_leftovers(train,
     with pytest.raises(Killed):
         train(tmp_path, "ft", tasks=("rot90",), save_every_steps=2, resume=True)
     (tmp_path / "plain").touch()
-    assert snapshots.path_of(tmp_path, "rot90").stat().st_mode == (tmp_path / "plain").stat().st_mode
+    assert resuming.path_of(tmp_path, "rot90").stat().st_mode == (tmp_path / "plain").stat().st_mode
     assert not list(tmp_path.glob(".*"))
 
 
@@ -665,7 +665,7 @@ def test_what_an_expert_was_trained_beside_is_in_its_manifest_and_not_another_wh
 
 
 def test_a_snapshot_is_written_beside_training_and_replaces_the_last_one_whole(tmp_path, monkeypatch):
-    begun, go, write = threading.Event(), threading.Event(), snapshots.save_file
+    begun, go, write = threading.Event(), threading.Event(), resuming.save_file
     saver = Saver(tmp_path / "a.safetensors", {})
     saver.save(State({"w": torch.ones(2)}, (), 1), {})
     saver.wait()
@@ -675,19 +675,19 @@ def test_a_snapshot_is_written_beside_training_and_replaces_the_last_one_whole(t
         begun.set()
         assert go.wait(60)
 
-    monkeypatch.setattr(snapshots, "save_file", held)
+    monkeypatch.setattr(resuming, "save_file", held)
     saver.save(State({"w": torch.ones(2)}, (), 2), {})  # comes back while the file is being written
     assert begun.wait(60)
-    assert snapshots.read(saver.path).step == 1
+    assert resuming.read(saver.path).step == 1
     go.set()
     saver.wait()
-    assert snapshots.read(saver.path).step == 2
+    assert resuming.read(saver.path).step == 2
     assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors"]
 
 
 def test_a_snapshot_is_due_by_steps_or_by_minutes_since_the_last_one(tmp_path, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(snapshots.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(resuming.time, "monotonic", lambda: now[0])
     saver = Saver(tmp_path / "a.safetensors", {}, every_steps=10, every_minutes=2.0)
     assert [saver.due(step) for step in (9, 10)] == [False, True]
     now[0] = 120.0
@@ -702,7 +702,7 @@ def test_a_full_disk_costs_the_snapshot_alone(tmp_path, monkeypatch, caplog):
     def full(*args, **kwargs):
         raise OSError("no space left")
 
-    monkeypatch.setattr(snapshots, "save_file", full)
+    monkeypatch.setattr(resuming, "save_file", full)
     saver = Saver(tmp_path / "a.safetensors", {})
 
     def save():

@@ -20,9 +20,9 @@ from smat_fn.checkpoint import write_text
 from smat_fn.mat.finetune import State
 from smat_fn.scripts import cli
 from smat_fn.scripts.signals import leaving_on_signals
-from smat_fn.scripts.train import launching, snapshots, sweep
+from smat_fn.scripts.train import launching, resuming, sweep
 from smat_fn.scripts.train.launching import Job
-from smat_fn.scripts.train.snapshots import Saver
+from smat_fn.scripts.train.resuming import Saver
 from smat_fn.scripts.train.sweep import Status, Sweep
 
 # stands for train.py: appends its arguments to a file, leaves an expert, fails where a file says so
@@ -163,7 +163,7 @@ def test_experts_and_snapshots_of_other_code_are_told_before_any_run(script, tmp
     sweep.sweep(options, script=[str(script)], report=lines.append)
     for method, code in (("ft", {"code": "0.0.1+abc"}), ("smat", {})):
         write_text(tmp_path / f"out/{method}-seed1/rot90/manifest.json", json.dumps({"kind": "expert", **code}))
-    saver = Saver(snapshots.path_of(tmp_path / "out/ft-seed1", "mirror"), {})
+    saver = Saver(resuming.path_of(tmp_path / "out/ft-seed1", "mirror"), {})
     saver.save(State({}, (), 1), {})
     saver.wait()
     (tmp_path / "out/elsewhere").mkdir()
@@ -338,7 +338,7 @@ def test_the_table_tells_how_far_every_expert_is(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "step 7, loss 0.250" in printed
     assert "1/2" in printed
-    snapshots.replace_expert(run, "rot90")  # by a run with --overwrite
+    resuming.replace_expert(run, "rot90")  # by a run with --overwrite
     assert [row.done for row in sweep.progress(tmp_path)] == [False, False]
     with pytest.raises(ValueError, match="holds no run"):
         sweep.progress(tmp_path / "smat-seed0" / "base" / "none")

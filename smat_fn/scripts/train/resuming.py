@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 ASKING = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
 
 
-class Snapshot(NamedTuple):
+class ResumePoint(NamedTuple):
     """Metadata of a training checkpoint."""
 
     step: int  # optimizer steps done
@@ -120,7 +120,7 @@ def replaced(out: Path, task: str) -> Path:
     return out / f".{task}{checkpoint.REPLACED}"
 
 
-def read(path: Path) -> Snapshot | None:
+def read(path: Path) -> ResumePoint | None:
     """The metadata of a file; None if there is no file. Raises: ValueError for a broken file."""
     if not path.exists():
         return None
@@ -129,7 +129,7 @@ def read(path: Path) -> Snapshot | None:
     kinds = {"step": int, "settings": dict, "progress": dict}
     if not isinstance(facts, dict) or not all(isinstance(facts.get(name), kind) for name, kind in kinds.items()):
         raise ValueError(f"{path} does not say which training it is the state of: move it, or put back a copy")
-    return Snapshot(facts["step"], facts["settings"], facts["progress"], facts.get("code"), facts.get("task"))
+    return ResumePoint(facts["step"], facts["settings"], facts["progress"], facts.get("code"), facts.get("task"))
 
 
 def begun(out: Path, tasks: Iterable[str], *, besides: Collection[str] = ()) -> Iterator[dict[str, Any]]:
