@@ -50,8 +50,7 @@ class Candidate(NamedTuple):
     @property
     def passes(self) -> int:
         """Forward and backward passes of an expert."""
-        assert self.training.steps is not None
-        return self.training.steps * (2 if self.method.name == "asam" else 1)
+        return self.training.length * (2 if self.method.name == "asam" else 1)
 
 
 def candidates(rates: Iterable[float]) -> list[Candidate]:

@@ -216,8 +216,7 @@ def _rates(own: Backbone) -> dict[str, Grid]:
 
 
 def _half(training: Training) -> Training:
-    assert training.steps is not None
-    return replace(training, steps=training.steps // 2)
+    return replace(training, steps=training.length // 2)
 
 
 def main(
@@ -267,7 +266,7 @@ def main(
 def forecast(protocol: Protocol, jobs: int) -> str:
     """Minutes of both stages on the device at hand: a few steps and dev scores of every method, multiplied."""
     firsts = {candidates[0].method.name: (label, candidates[0]) for label, candidates in protocol.grids.items()}
-    steps = {name: first.training.steps or 1 for name, (_, first) in firsts.items()}
+    steps = {name: first.training.length for name, (_, first) in firsts.items()}
 
     def seconds_of(*, tuning: bool) -> dict[str, float]:
         trials = [protocol.trial(label, first, TRIAL_SEED, tuning=tuning) for label, first in firsts.values()]
@@ -277,7 +276,7 @@ def forecast(protocol: Protocol, jobs: int) -> str:
     tuned = seconds_of(tuning=True) if protocol.tuned_on else whole
 
     def minutes(one: Candidate, seconds: Mapping[str, float]) -> float:
-        return seconds[one.method.name] / 60 * (one.training.steps or 1) / steps[one.method.name]
+        return seconds[one.method.name] / 60 * one.training.length / steps[one.method.name]
 
     lines, parts = [], {"tuning": 0.0, "evaluation": 0.0}
     for label, candidates in protocol.grids.items():

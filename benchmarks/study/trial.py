@@ -110,7 +110,7 @@ def time_kinds(trials: Sequence[Trial], steps: int = 12) -> dict[tuple[str, str]
                 suite.score(suite.base, task, "dev")
                 scores.append(time.perf_counter())
             score = median(b - a for a, b in pairwise(scores))
-            total += (budget(suite, task, trial.training).steps or 0) * step + _candidates(trial) * score
+            total += budget(suite, task, trial.training).length * step + _candidates(trial) * score
         found[trial.kind()] = total
     return found
 

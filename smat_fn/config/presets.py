@@ -65,6 +65,12 @@ class Training:
     compiled: bool = False  # forward and backward pass, by torch.compile
     epochs: Mapping[str, int] = field(default_factory=dict)  # by task, where there are no steps
 
+    @property
+    def length(self) -> int:
+        """The number of steps, given or counted from epochs (`scripts.train.loop.budget`)."""
+        assert self.steps is not None, "a training of one task"
+        return self.steps
+
 
 @dataclass(frozen=True)
 class Preset:

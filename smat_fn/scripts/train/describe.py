@@ -66,8 +66,8 @@ def dry_run(suite: Suite, method: MethodConfig, training: Training, run: RunOpti
     lines += [inspect.table(leaves), ""]
     lines += [line, ""] if (line := coarse_line(suite.base, method, training)) else []
     lines += [_task_line(suite, task, own) for task, own in budgets.items()]
-    lines += never_simulated(method, {task: own.steps or 0 for task, own in budgets.items()})
-    return "\n".join([*lines, f"{sum(own.steps or 0 for own in budgets.values())} steps in all"])
+    lines += never_simulated(method, {task: own.length for task, own in budgets.items()})
+    return "\n".join([*lines, f"{sum(own.length for own in budgets.values())} steps in all"])
 
 
 def _notes(suite: Suite) -> list[str]:

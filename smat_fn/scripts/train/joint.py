@@ -18,6 +18,6 @@ def joint_run(suite: Suite, training: Training, run: RunOptions) -> tuple[Suite,
     """
     tasks = tuple(task for task in suite.tasks if task in run.joint)
     raise_problems([text for task in tasks for text in problems_of(budget, suite, task, training)])
-    steps = {task: budget(suite, task, training).steps or 0 for task in tasks}
+    steps = {task: budget(suite, task, training).length for task in tasks}
     whole = replace(training, steps=sum(steps.values()), epochs={})
     return joint(suite, steps, seed=run.seed), whole, replace(run, joint=tasks, joint_steps=tuple(steps.values()))

@@ -35,8 +35,7 @@ DTYPES: Mapping[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch
 
 def schedules(training: Training) -> dict[str, PerStep]:
     """The learning rates by name: ``lr``, and ``muon_lr`` where there is one. Raises: ValueError for bad numbers."""
-    steps, warmup = training.steps, training.warmup
-    assert steps is not None, "budget gives them"
+    steps, warmup = training.length, training.warmup
     if not 0 <= warmup <= steps:
         raise ValueError(f"warmup is {warmup}, must lie in [0, steps = {steps}]")
     decaying = {"cosine": optim.cosine, "linear": optim.linear}
@@ -59,8 +58,7 @@ def make_optimizer(training: Training, where: Where | None = None) -> Optimizer:
     optimizer = _optimizer(training, where)
     if training.average is None:
         return optimizer
-    assert training.steps is not None, "budget gives them"
-    return optim.averaged(optimizer, optim.averaging(training.average, training.steps))
+    return optim.averaged(optimizer, optim.averaging(training.average, training.length))
 
 
 def _optimizer(training: Training, where: Where | None) -> Optimizer:
@@ -139,7 +137,6 @@ def train_expert(
     """
     key = random.fold_in(random.key(seed), task)
     training = budget(suite, task, training)
-    assert training.steps is not None
     run, state, kept = _built(suite, task, method, training, key, world, offload)
     whole: Callable[[Any], Any] = run.whole if isinstance(run, Sharded) else lambda state: state
     if curve is None and training.dev is not None:
@@ -151,13 +148,13 @@ def train_expert(
             state = _restored(saver, state, curve, partial(_result, suite=suite, training=training), world)
     with nullcontext() if kept is None else offloaded(suite.base, kept):
         if log is not None:
-            if state.step < training.steps:
+            if state.step < training.length:
                 text = f"before step {state.step + 1} of {task}: continue with --resume"
                 # of several processes the others would wait for the one that ends
                 with stop.at_once(text) if stop is not None and world.size == 1 else nullcontext():
                     suite.batch(task, key, state.step)  # what a suite prepares for its first batch is not training time
             log.watch.skip()
-        for step in range(state.step, training.steps):
+        for step in range(state.step, training.length):
             if curve is not None and curve.ended():
                 break
             if stop is not None and (number := world.largest(stop.signal or 0)):
@@ -171,11 +168,11 @@ def train_expert(
             expert = partial(_result, state, suite=suite, training=training)
             if on_state is not None and on_state(step + 1, state.opt_state, expert) and log is not None:
                 log.watch.skip()
-            if curve is not None and curve.due(step + 1, training.steps):
+            if curve is not None and curve.due(step + 1, training.length):
                 measured = curve.add(step + 1, expert(), world)
                 if log is not None:
                     log.note(step, **measured)
-            if saver is None or step + 1 == training.steps:
+            if saver is None or step + 1 == training.length:
                 continue
             due = saver.due(step + 1)
             if world.agree(due) if isinstance(run, Sharded) else due:  # of shards all processes gather, or none
@@ -202,8 +199,7 @@ def _result(state: Any, *, suite: Suite, training: Training) -> Params:
 def _averages(training: Training, done: int) -> bool:
     """Whether one of so many steps counts in the average."""
     assert training.average is not None
-    assert training.steps is not None, "budget gives them"
-    weight = optim.averaging(training.average, training.steps)
+    weight = optim.averaging(training.average, training.length)
     return any(weight(step) for step in reversed(range(done)))
 
 

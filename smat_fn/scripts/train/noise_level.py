@@ -179,8 +179,7 @@ def _estimated(
     squares, lengths = [], []
     for task in run.tasks:
         whole = budget(suite, task, training)
-        assert whole.steps is not None
-        long = max(2, min(MOST, max(LEAST, whole.steps // SHARE), whole.steps))
+        long = max(2, min(MOST, max(LEAST, whole.length // SHARE), whole.length))
         lengths.append(long)
         if task == run.tasks[0]:
             report(
@@ -196,7 +195,7 @@ def _estimated(
         power = min(1.0, max(0.5, math.log2(full / half) / math.log2(long / (long // 2))))
         name, peak = ("muon_lr", whole.muon_lr) if whole.muon_lr else ("lr", whole.lr)
         rates = schedules(whole)[name]
-        length = sum(float(rates(step)) for step in range(whole.steps)) / (long * peak)
+        length = sum(float(rates(step)) for step in range(whole.length)) / (long * peak)
         squares.append((full * length**power) ** 2)
     update = math.sqrt(math.fsum(squares) / len(squares))
     others = max(1, len(suite.tasks) - 1)

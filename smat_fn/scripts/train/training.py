@@ -106,8 +106,7 @@ class Kept:
     def __init__(self, suite: Suite, run: RunOptions, expert: Expert) -> None:
         self.moments: dict[str, Tensor] | None = None  # bfloat16, once training has ended
         self._suite, self._run, self._expert = suite, run, expert
-        steps, count = expert.training.steps, run.keep_snapshots
-        assert steps is not None, "budget gives them"
+        steps, count = expert.training.length, run.keep_snapshots
         self._last, self._at = steps, {steps * i // (count + 1): i for i in range(1, count + 1)}
 
     def __call__(self, step: int, opt_state: Any, params: Callable[[], Params]) -> bool:
@@ -179,7 +178,7 @@ def train_run(
     shared = Shared(suite, method, run, stop, world, report)
     experts = _experts(shared, plans, origin)
     _same_everywhere(world, experts)
-    for line in never_simulated(method, {expert.task: expert.training.steps or 0 for expert in experts}):
+    for line in never_simulated(method, {expert.task: expert.training.length for expert in experts}):
         report(line)
     with ExitStack() as held:
         if world.leads:
@@ -239,7 +238,7 @@ def planned(
         errors.raise_problems(mask_problems(suite.where, suite.base, method.drop_prob or 0.0))
     errors.raise_problems([text for task in run.tasks for text in problems_of(budget, suite, task, training)])
     budgets = {task: budget(suite, task, training) for task in run.tasks}
-    few = [f"{task} ({own.steps} steps)" for task, own in budgets.items() if (own.steps or 0) <= run.keep_snapshots]
+    few = [f"{task} ({own.length} steps)" for task, own in budgets.items() if own.length <= run.keep_snapshots]
     if few and run.keep_snapshots:
         raise ValueError(f"keep_snapshots is {run.keep_snapshots}, must be below the steps of {', '.join(few)}")
     errors.raise_problems([f"{task}: {text}" for task, own in budgets.items() for text in problems_of(schedules, own)])
@@ -430,11 +429,10 @@ def _log(shared: Shared, expert: Expert, last: ResumePoint | None) -> Log:
     device, task, training = next(iter(suite.base.values())).device, expert.task, expert.training
     reset_peak(device)
     key, batch_rows, rates = random.fold_in(random.key(run.seed), task), suite.batch_rows, schedules(training)
-    assert training.steps is not None, "budget gives them"
     return Log(
         run.out / f"{task}.log.jsonl",
         task=task,
-        total=training.steps,
+        total=training.length,
         every=run.log_every,
         device=device,
         rates=lambda step: {name: schedule(step) for name, schedule in rates.items()},
@@ -609,7 +607,7 @@ def still_line(training: Training, params: Params, base: Params, largest_norm: f
     found = tree.flatten(params)
     if not all(torch.equal(found.get(path, leaf), leaf) for path, leaf in tree.flatten(base).items()):
         return ""
-    if not any(float(rate(step)) for rate in schedules(training).values() for step in range(training.steps or 0)):
+    if not any(float(rate(step)) for rate in schedules(training).values() for step in range(training.length)):
         cause = "the learning rate is 0 in every step: give another --lr, or less --warmup"
     elif not largest_norm:
         cause = (
