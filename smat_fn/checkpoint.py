@@ -258,6 +258,11 @@ def files_below(folder: Path, pattern: str) -> list[Path]:
     return sorted(found)
 
 
+def snapshots_of(expert: Path) -> list[Path]:
+    """Where an expert's snapshots lie if it has any, a folder for each number of a snapshot that its run has."""
+    return [place / expert.name for place in sorted((expert.parent / SNAPSHOTS).glob("*"))]
+
+
 def load_manifest(path: str | Path) -> dict[str, Any]:
     """The manifest of a checkpoint folder, its suite with the folders of this machine (`without_places`).
 

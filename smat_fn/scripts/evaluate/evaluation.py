@@ -495,8 +495,8 @@ def _other_rows(models: Sequence[Model]) -> list[str]:
 
 def _snapshots(expert: Path) -> list[str | None]:
     """The fingerprints of an expert's snapshots, which a merge of its run may take."""
-    places = ((place / expert.name) for place in (expert.parent / checkpoint.SNAPSHOTS).glob("*"))
-    return [checkpoint.load_manifest(place).get("fingerprint") for place in places if manifest_of(place)]
+    manifests = map(manifest_of, checkpoint.snapshots_of(expert))
+    return [manifest.get("fingerprint") for manifest in manifests if manifest]
 
 
 def _asked(folder: Path, options: Mapping[str, Any]) -> dict[str, Any] | None:

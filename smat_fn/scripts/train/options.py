@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from ... import checkpoint, errors, mat, optim
-from ...checkpoint import SNAPSHOTS
 from ...config import MethodConfig, Preset, Smat, Training, settings
 from ...errors import check_member, problems_of
 from ...grad import ModuleLoss
@@ -36,10 +35,9 @@ class RunOptions(RunSettings):
     joint: tuple[str, ...] = ()  # tasks of a multi-task model, the only one of ``tasks`` then; see `joint_run`
     joint_steps: tuple[int, ...] = ()  # of each of them; none before the suite is loaded
 
-
-def snapshot_folder(out: Path, index: int, task: str) -> Path:
-    """The folder of one of ``keep_snapshots`` parameters of a task."""
-    return out / SNAPSHOTS / str(index) / task
+    def snapshots(self, task: str) -> dict[int, Path]:
+        """The folders of a task's ``keep_snapshots`` parameters, by number."""
+        return {i: self.out / checkpoint.SNAPSHOTS / str(i) / task for i in range(1, self.keep_snapshots + 1)}
 
 
 def suite_options(
@@ -116,8 +114,7 @@ def check_run(
         if run.resume:
             continue
         problems += _existing(method, training, run, run.out / task, world)
-        for index in range(1, run.keep_snapshots + 1):
-            folder = snapshot_folder(run.out, index, task)
+        for folder in run.snapshots(task).values():
             problems += problems_of(checkpoint.refuse_existing, folder, overwrite=run.overwrite)
         if (unfinished := resuming.path_of(run.out, task)).exists() and not run.overwrite:
             problems.append(f"{unfinished} belongs to an unfinished expert: pass --resume or --overwrite")

@@ -32,7 +32,7 @@ from .logs import Log
 from .loop import budget, loss_of, schedules, train_expert
 from .memory import reset_peak
 from .noise_level import coarse_line, perturbed, settled, update_rms
-from .options import RunOptions, check_run, snapshot_folder
+from .options import RunOptions, check_run
 from .resuming import ResumePoint, Saver, Stop
 from .variants import adapters_of, asked, numbers
 
@@ -128,7 +128,7 @@ class Kept:
             facts = self._expert.facts | adapted_facts(self._suite, self._expert)
             return checkpoint.describe(full, kind="snapshot", task=task, **facts, snapshot=place)
 
-        folder = snapshot_folder(self._run.out, index, task)
+        folder = self._run.snapshots(task)[index]
         save(self._suite, folder, self._expert, now, manifest, overwrite=True)  # `check_run` refuses others'
         return True
 
@@ -206,8 +206,8 @@ def _hold(run: RunOptions, held: ExitStack) -> None:
         with suppress(OSError):  # a cluster's disk may have no locks
             held.enter_context(locked(file, taken))
     for task in run.tasks:
-        kept = [snapshot_folder(run.out, index, task) for index in range(1, run.keep_snapshots + 1)]
-        for path in (run.out / task, resuming.path_of(run.out, task), resuming.replaced(run.out, task), *kept):
+        own = run.out / task, resuming.path_of(run.out, task), resuming.replaced(run.out, task)
+        for path in (*own, *run.snapshots(task).values()):
             checkpoint.sweep(path)
 
 
@@ -338,9 +338,8 @@ def _forget_replaced(run: RunOptions, task: str) -> None:
     """
     if not (mark := resuming.replaced(run.out, task)).exists():
         return
-    kept = [snapshot_folder(run.out, index, task) for index in range(1, run.keep_snapshots + 1)]
-    for folder in (place / task for place in run.out.glob(f"{checkpoint.SNAPSHOTS}/*")):
-        if folder in kept or manifest_of(folder).get("kind") != "snapshot":
+    for folder in checkpoint.snapshots_of(run.out / task):
+        if folder in run.snapshots(task).values() or manifest_of(folder).get("kind") != "snapshot":
             continue
         if not problems_of(checkpoint.refuse_existing, folder, overwrite=True):  # nothing of others is in it
             shutil.rmtree(folder)
@@ -353,7 +352,7 @@ def _relabelled(run: RunOptions, task: str) -> str:
     No bit of an expert depends on its label, which tells the lines of a table apart.
     """
     said = ""
-    for folder in (run.out / task, *(place / task for place in sorted(run.out.glob(f"{checkpoint.SNAPSHOTS}/*")))):
+    for folder in (run.out / task, *checkpoint.snapshots_of(run.out / task)):
         manifest = manifest_of(folder)
         if run.label and manifest and manifest["label"] != run.label:
             said = said or f", label {manifest['label']} is now {run.label}"
