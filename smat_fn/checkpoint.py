@@ -279,6 +279,11 @@ def load_manifest(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{file} is not JSON ({error})") from None
 
 
+def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Replace the manifest of a checkpoint folder. Raises: ValueError for values that are not JSON."""
+    write_text(folder / MANIFEST, _as_json(manifest))
+
+
 def without_places(manifest: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """A manifest without local paths, for publication, and the paths (`SOURCES`): folders are named only."""
     suite = manifest.get("suite")

@@ -356,8 +356,7 @@ def _relabelled(run: RunOptions, task: str) -> str:
         manifest = manifest_of(folder)
         if run.label and manifest and manifest["label"] != run.label:
             said = said or f", label {manifest['label']} is now {run.label}"
-            text = json.dumps({**manifest, "label": run.label}, indent=2, allow_nan=False)
-            checkpoint.write_text(folder / checkpoint.MANIFEST, text + "\n")
+            checkpoint.write_manifest(folder, {**manifest, "label": run.label})
     return said
 
 
@@ -373,9 +372,7 @@ def _probe_finished(shared: Shared, task: str) -> None:
         return
     found = lora.load_expert(run.out / task, suite.base)[0]
     full = {path: leaf.to(suite.base[path].device) for path, leaf in found.items()}
-    probed = _probe(shared, task, full)
-    text = json.dumps({**manifest, "probe": probed}, indent=2, allow_nan=False)
-    checkpoint.write_text(run.out / task / checkpoint.MANIFEST, text + "\n")
+    checkpoint.write_manifest(run.out / task, {**manifest, "probe": _probe(shared, task, full)})
 
 
 def _manifest(shared: Shared, expert: Expert, params: Params, log: Log, curve: DevCurve | None) -> dict[str, Any]:
