@@ -23,7 +23,7 @@ from smat_fn.scripts.train import resuming
 from smat_fn.scripts.train.loop import train_expert
 from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.training import train_run
-from smat_fn.scripts.train.variants import adapters_of, numbers, offload_of, problems
+from smat_fn.scripts.train.variants import adapters_of, offload_of, problems, training_settings
 from smat_fn.suites import load_suite
 
 ROOT = Path(__file__).parents[2]
@@ -145,10 +145,10 @@ def test_options_of_a_climb_and_of_pairs_are_of_their_own(suite):
 def test_the_number_of_processes_is_a_setting_where_draws_depend_on_it():
     for changes in ({"independent_draws": True}, {"dropout": True}, {"lora": Adapters(2, 4.0, dropout=0.1)}):
         own = training(**changes)
-        assert numbers(own, World(0, 2)) == {**numbers(own), "processes": 2}
-        one, two = ({"training": numbers(own, World(0, size))} for size in (1, 2))
+        assert training_settings(own, World(0, 2)) == {**training_settings(own), "processes": 2}
+        one, two = ({"training": training_settings(own, World(0, size))} for size in (1, 2))
         assert resuming.differences(two, one) == ["training.processes was 2, is left out"]
-    assert numbers(training(), World(0, 2)) == numbers(training())
+    assert training_settings(training(), World(0, 2)) == training_settings(training())
 
 
 def test_modules_that_are_trained_whole_beside_factors_are_masked_as_without_adapters(suite):

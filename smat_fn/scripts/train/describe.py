@@ -16,7 +16,7 @@ from .loop import loss_of
 from .noise_level import coarse_line
 from .options import RunOptions
 from .training import never_simulated, planned
-from .variants import numbers
+from .variants import training_settings
 
 
 def headline(
@@ -46,7 +46,7 @@ def dry_run(suite: Suite, method: MethodConfig, training: Training, run: RunOpti
     """
     plans = planned(suite, method, training, run)
     budgets = {task: own for task, (own, _) in plans.items()}
-    own = {name: value for name, value in numbers(training).items() if name not in ("steps", "epochs")}
+    own = {name: value for name, value in training_settings(training).items() if name not in ("steps", "epochs")}
     shared = {name: value for name, value in own.items() if value is not None}
     lines = [
         *_notes(suite),

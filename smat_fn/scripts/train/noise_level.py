@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ... import analyses, checkpoint, errors, lora, random, tree
 from ...analyses.diagnose import unmoved
-from ...config import Finetune, MethodConfig, Smat, Training, settings
+from ...config import Finetune, MethodConfig, Training, settings
 from ...parallel import ALONE, World
 from ...simulation import relative
 from ...suites import Suite
@@ -21,7 +21,7 @@ from . import resuming
 from .logs import check_losses
 from .loop import budget, loss_of, schedules, train_expert
 from .options import RunOptions
-from .variants import adapters_of, asked, numbered, numbers
+from .variants import adapters_of, sigma_is_auto, training_settings, without_auto
 
 COEF = 0.3  # gamma of the other experts' updates, as `eval.py diagnose` has it
 SHARE, LEAST, MOST = 20, 10, 100  # a short run: this part of the steps, within these bounds
@@ -29,7 +29,7 @@ SHARE, LEAST, MOST = 20, 10, 100  # a short run: this part of the steps, within 
 Found = tuple[float, dict[str, Any]]  # sigma, and where it is from
 
 
-def settled(
+def with_sigma(
     suite: Suite,
     method: MethodConfig,
     training: Training,
@@ -60,7 +60,7 @@ def settled(
         ValueError: where no parameter moves in the short run, where its loss or update is not finite, and for experts
             in ``run.out`` of a sigma that was given.
     """
-    if not isinstance(method, Smat) or not asked(method):
+    if not sigma_is_auto(method):
         return method, {}
     found: Found | None = None
     said = ""
@@ -114,7 +114,7 @@ def _measured(suite: Suite, training: Training, run: RunOptions, fingerprint: st
     Without one a text that says where it was looked for, and why the first few runs of ft there do not fit.
     """
     own = {task: _budget(suite, task, training) for task in run.tasks}  # rows of other tasks may not have been read
-    adapters, parent = numbers(training).get("lora"), run.out.absolute().parent
+    adapters, parent = training_settings(training).get("lora"), run.out.absolute().parent
     chosen: list[tuple[bool, bool, str, str, Path]] = []
     others = []
     for folder in sorted(parent.glob("*/")):
@@ -247,7 +247,7 @@ def coarse_line(base: Mapping[str, Tensor], method: MethodConfig, training: Trai
 
     Not of adapters, whose noise is not rounded into weights, nor of a sigma in other units than those of weights.
     """
-    own = settings(numbered(method))
+    own = settings(without_auto(method))
     if not (sigma := own.get("sigma")) or own.get("sigma_of", "weights") != "weights" or training.lora is not None:
         return ""
     weights = tree.cast(base, torch.bfloat16) if training.precision in ("mixed", "bf16") else base

@@ -18,8 +18,8 @@ from ..merge.inputs import manifest_of
 from . import resuming, trackers
 from .loop import make_optimizer
 from .settings import RunSettings
-from .variants import asked, numbered, numbers, offload_of
-from .variants import problems as of_variant
+from .variants import offload_of, sigma_is_auto, training_settings, without_auto
+from .variants import problems as variant_problems
 
 KEEPS = "keep_moments", "keep_snapshots"
 
@@ -86,7 +86,7 @@ def check_run(
                 problems.append(f"epochs of {task} is {epochs}, must be at least 1")
     problems += ["resume and overwrite exclude each other: choose one"] if run.resume and run.overwrite else []
     problems += trackers.problems(run.log)
-    problems += of_variant(method, training, world, run.offload)
+    problems += variant_problems(method, training, world, run.offload)
     problems += _optimizer_problems(method, training, offload_of(method, training, run.offload))
     if run.keep_moments and (training.lora is not None or training.optimizer == "muon"):
         what = "adapters" if training.lora is not None else "matrices under muon"
@@ -135,7 +135,7 @@ def _existing(method: MethodConfig, training: Training, run: RunOptions, path: P
     def known(facts: Mapping[str, Any] | None) -> dict[str, Any]:
         return {name: value for name, value in (facts or {}).items() if name not in open_}
 
-    trained = known(numbers(training, world))
+    trained = known(training_settings(training, world))
     now = {"method": method.name, "hyperparameters": known(own), "training": trained, "seed": run.seed}
     parts = {name: known(stored.get(name)) for name in ("hyperparameters", "training")}
     if differ := resuming.differences({**stored, **parts}, json.loads(json.dumps(now))):
@@ -147,7 +147,7 @@ def _joint_problems(method: MethodConfig, run: RunOptions) -> list[str]:
     """Errors for options that are of experts alone."""
     names = [name for name in (*KEEPS, "probe", "statistics") if getattr(run, name)]
     problems = [f"{name} is for experts, which joint does not train: leave one of them out" for name in names]
-    if asked(method):
+    if sigma_is_auto(method):
         problems.append("sigma auto is measured on experts: give joint a number")
     return problems
 
@@ -168,7 +168,7 @@ def _optimizer_problems(method: MethodConfig, training: Training, offload: Offlo
     problems, optimizer, loss = list[str](), optim.adam(0.0), ModuleLoss(nn.Module(), _no_loss)
     with errors.collected(problems):
         optimizer = make_optimizer(replace(training, steps=max(training.steps or training.warmup, 1)))
-    own = {"max_grad_norm": training.max_grad_norm, **settings(numbered(method))}
+    own = {"max_grad_norm": training.max_grad_norm, **settings(without_auto(method))}
     own |= {"offload": offload} if offload else {}
     return problems + problems_of(getattr(mat, method.module).build, loss, optimizer, {}, **own)
 

@@ -31,10 +31,10 @@ from .dev_curve import DevCurve, curve_of
 from .logs import Log
 from .loop import budget, loss_of, schedules, train_expert
 from .memory import reset_peak
-from .noise_level import coarse_line, perturbed, settled, update_rms
+from .noise_level import coarse_line, perturbed, update_rms, with_sigma
 from .options import RunOptions, check_run
 from .resuming import ResumePoint, Saver, Stop
-from .variants import adapters_of, asked, numbers
+from .variants import adapters_of, sigma_is_auto, training_settings
 
 WAIT = 600.0  # seconds for another process that writes the base
 
@@ -168,9 +168,9 @@ def train_run(
     text = "before the first step: rerun the command"
     # of several processes the others would wait for the one that ends
     with stop.at_once(text) if stop is not None and world.size == 1 else nullcontext():
-        find = partial(settled, suite, training=training, run=run, world=world, report=tell)
+        find = partial(with_sigma, suite, training=training, run=run, world=world, report=tell)
         method, origin = find(method)
-        if run.probe and run.probe_at is not None and asked(run.probe_at):
+        if run.probe and run.probe_at is not None and sigma_is_auto(run.probe_at):
             at = method if origin else find(run.probe_at, probe=True)[0]
             run = replace(run, probe_at=replace(run.probe_at, sigma=settings(at)["sigma"]))
     if world.leads and (line := coarse_line(suite.base, method, training, above=0.5)):
@@ -273,7 +273,7 @@ def _experts(
         **({"sigma_from": sigma_from} if sigma_from else {}),
         **({"tasks": dict(zip(run.joint, run.joint_steps, strict=True))} if run.joint else {}),
     }
-    found = {task: {**facts, "training": numbers(own, shared.world)} for task, (own, _) in plans.items()}
+    found = {task: {**facts, "training": training_settings(own, shared.world)} for task, (own, _) in plans.items()}
     if (rows := suite.train_rows) is not None:
         for task, (own, _) in plans.items():  # dev rows count where they choose the weights that are kept
             kept = {name: value for name, value in rows(task).items() if name != "dev" or own.dev is not None}

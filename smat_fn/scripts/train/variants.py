@@ -4,7 +4,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -21,14 +21,14 @@ from .settings import Place
 CXX = "g++", "clang++"
 
 
-def asked(method: MethodConfig) -> bool:
-    """Whether SMAT's sigma is to be found (`noise_level.settled`)."""
+def sigma_is_auto(method: MethodConfig) -> TypeGuard[Smat]:
+    """Whether SMAT's sigma is to be found (`noise_level.with_sigma`)."""
     return isinstance(method, Smat) and method.sigma == "auto"
 
 
-def numbered(method: MethodConfig) -> MethodConfig:
+def without_auto(method: MethodConfig) -> MethodConfig:
     """The method with a number in place of "auto", to check everything else."""
-    return replace(method, sigma=0.0) if isinstance(method, Smat) and asked(method) else method
+    return replace(method, sigma=0.0) if sigma_is_auto(method) else method
 
 
 def offload_of(
@@ -63,8 +63,8 @@ def adapters_of(loss_fn: LossFn, training: Training) -> Lora | None:
     return Lora(trained, training.lora.rank, training.lora.alpha, **given)  # type: ignore[arg-type]
 
 
-def numbers(training: Training, world: World = ALONE) -> dict[str, Any]:
-    """The settings as JSON values, without those that are off.
+def training_settings(training: Training, world: World = ALONE) -> dict[str, Any]:
+    """The settings of a training as JSON values, without those that are off.
 
     The number of processes is one where draws depend on it; elsewhere steps depend on it by rounding alone.
     """
@@ -104,9 +104,9 @@ def problems(method: MethodConfig, training: Training, world: World, place: Plac
             f"`{n}={own[n]!r}` is not supported with {alone}: leave it out" for n in ("lam", "sigma_of") if n in own
         ]
         found += [f"`offload={offload!r}` is not supported with {alone}: leave it out"] if offload else []
-    if asked(method) and "sigma_of" in own:
+    if sigma_is_auto(method) and "sigma_of" in own:
         found.append(f"sigma auto is in units of the weights: leave out sigma_of {own['sigma_of']}, or give a number")
-    if asked(method) and training.lora is not None and training.lora.simulate == "factors":
+    if sigma_is_auto(method) and training.lora is not None and training.lora.simulate == "factors":
         found.append("sigma auto is in units of the weights, not of the factors of adapters: give a number")
     if training.lora is not None and offload and not alone:
         found.append(f"`offload={offload!r}` is not supported with adapters: leave it out")
@@ -135,7 +135,7 @@ def _shard_problems(method: MethodConfig, training: Training, world: World, plac
         "`compile`": training.compiled,
         "independent draws": training.independent_draws,
         "`precision='mixed'`": training.precision == "mixed",
-        "sigma auto": asked(method),
+        "sigma auto": sigma_is_auto(method),
         f"`offload={place!r}`": place not in ("auto", "device"),
         **{
             f"`{name}={own.get(name)!r}`": name in own

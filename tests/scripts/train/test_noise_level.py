@@ -56,8 +56,8 @@ def test_a_run_of_ft_with_the_same_seed_comes_before_one_with_the_same_learning_
         for path in (tmp_path / name).glob("*/manifest.json"):
             path.write_text(path.read_text().replace(*change))
     run = RunOptions(tmp_path / "smat", ("rot90",), 21)
-    assert noise_level.settled(suite, SMAT, SIX, run)[1]["run"] == "b-rate"
-    assert noise_level.settled(suite, SMAT, SIX, replace(run, seed=22))[1]["run"] == "a-seed"
+    assert noise_level.with_sigma(suite, SMAT, SIX, run)[1]["run"] == "b-rate"
+    assert noise_level.with_sigma(suite, SMAT, SIX, replace(run, seed=22))[1]["run"] == "a-seed"
 
 
 def test_a_signal_ends_the_estimate_at_once(train, tmp_path, monkeypatch):
@@ -89,7 +89,7 @@ def test_sigma_is_estimated_where_there_is_no_run_of_ft(suite, train, tmp_path):
     assert manifest(tmp_path / "given/rot90")["fingerprint"] == stored["fingerprint"]
     for tasks in (("rot90",), ("mirror",)):  # before anything is measured
         with pytest.raises(ValueError, match=f"experts of sigma {given.sigma:g}, .*: give sigma {given.sigma:g}, or"):
-            noise_level.settled(suite, SMAT, SIX, RunOptions(tmp_path / "given", tasks, 21))
+            noise_level.with_sigma(suite, SMAT, SIX, RunOptions(tmp_path / "given", tasks, 21))
 
 
 def test_sigma_of_adapters_is_over_the_weights_that_they_change(suite, train, tmp_path):
@@ -153,7 +153,7 @@ def test_a_learning_rate_at_which_a_short_run_diverges_is_named(suite, tmp_path)
     with pytest.raises(
         ValueError, match=r"^sigma auto, a short run of ft: loss of rot90 is nan at step 1, on training r"
     ):
-        noise_level.settled(suite, SMAT, huge, run)
+        noise_level.with_sigma(suite, SMAT, huge, run)
     # one step: its loss is that of the base, but its weights are not finite
     with pytest.raises(
         ValueError, match=r"update of rot90 is (nan|inf) after 1 steps of ft at learning rate 1e\+39: low"
@@ -163,20 +163,20 @@ def test_a_learning_rate_at_which_a_short_run_diverges_is_named(suite, tmp_path)
 
 def test_messages_on_rates_and_estimates_take_muons_own(suite, runs, tmp_path):
     run, muon = RunOptions(tmp_path / "smat", ("rot90",), 21), replace(SIX, lr=0.0, optimizer="muon", muon_lr=0.01)
-    assert 0 < noise_level.settled(suite, SMAT, muon, run)[0].sigma < 1
+    assert 0 < noise_level.with_sigma(suite, SMAT, muon, run)[0].sigma < 1
     still = r"no parameter moves in 6 steps of ft on rot90 at learning rate 0 with muon_lr 0: give another one"
     with pytest.raises(ValueError, match=still):
-        noise_level.settled(suite, SMAT, replace(muon, muon_lr=0.0), run)
+        noise_level.with_sigma(suite, SMAT, replace(muon, muon_lr=0.0), run)
     shutil.copytree(runs["ft"], tmp_path / "ft")
-    said = noise_level.settled(suite, SMAT, replace(SIX, optimizer="muon", muon_lr=0.01), run)[1]["from"]
+    said = noise_level.with_sigma(suite, SMAT, replace(SIX, optimizer="muon", muon_lr=0.01), run)[1]["from"]
     assert said.endswith("updates in ft (learning rate 0.0005, here 0.0005 with muon_lr 0.01) at gamma 0.3")
 
 
 def test_an_estimate_is_near_the_update_of_the_whole_run(suite, tmp_path):
     training = Training(steps=20, lr=5e-4)
     run = RunOptions(tmp_path / "smat", ("rot90",), 21)
-    method, origin = noise_level.settled(suite, SMAT, training, run)
-    again, _ = noise_level.settled(suite, SMAT, training, run)
+    method, origin = noise_level.with_sigma(suite, SMAT, training, run)
+    again, _ = noise_level.with_sigma(suite, SMAT, training, run)
     assert method == again
     train_run(suite, Finetune(), training, RunOptions(tmp_path / "whole", ("rot90",), 21))
     params = checkpoint.load_leaves(tmp_path / "whole/rot90")[0]
@@ -221,13 +221,13 @@ def test_a_resumed_run_keeps_its_sigma(suite, runs, train, tmp_path):
     assert manifest(tmp_path / "smat/rot90")["sigma_from"] == manifest(tmp_path / "whole/rot90")["sigma_from"]
     more = RunOptions(tmp_path / "smat", ("mirror",), 21, resume=True)  # experts of one run have one sigma
     kept = manifest(tmp_path / "smat/rot90")["hyperparameters"]["sigma"]
-    assert noise_level.settled(suite, SMAT, SIX, more)[0] == replace(SMAT, sigma=kept)
+    assert noise_level.with_sigma(suite, SMAT, SIX, more)[0] == replace(SMAT, sigma=kept)
     own, later, said = suite.replace(tasks=("mirror",)), replace(more, resume=False), list[str]()
-    assert noise_level.settled(own, SMAT, SIX, later, report=said.append)[0] == replace(SMAT, sigma=kept)
+    assert noise_level.with_sigma(own, SMAT, SIX, later, report=said.append)[0] == replace(SMAT, sigma=kept)
     assert said[0].startswith(f"sigma auto: {kept:g}, that of the experts in {tmp_path / 'smat'}: 0.3 times the root")
     anew = replace(later, overwrite=True)  # of another task, then of the only one that the folder has
-    assert noise_level.settled(suite, SMAT, SIX, anew)[0] == replace(SMAT, sigma=kept)
-    assert noise_level.settled(suite, SMAT, SIX, replace(anew, tasks=("rot90",)))[1]["run"] == "ft"
+    assert noise_level.with_sigma(suite, SMAT, SIX, anew)[0] == replace(SMAT, sigma=kept)
+    assert noise_level.with_sigma(suite, SMAT, SIX, replace(anew, tasks=("rot90",)))[1]["run"] == "ft"
     assert experts_to_merge(later, ("mirror",), said.append) == 2
     manifest_file = tmp_path / "smat/rot90/manifest.json"
     manifest_file.write_text(
