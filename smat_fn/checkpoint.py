@@ -193,17 +193,24 @@ def save_statistics(path: str | Path, kind: str, leaves: Mapping[str, Tensor], f
 def _write_statistics(path: str | Path, kind: str, leaves: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Path:
     errors.check_member("kind of statistics", kind, tuple(STATISTICS))
     file = Path(path) / STATISTICS[kind]
-    fresh = file.with_name(f".{file.name}.new-{os.getpid()}")
     stored = {name: plain(leaf) for name, leaf in tree.flatten_unwrapped(leaves).items()}
+    # one entry: safetensors writes several in any order, and equal statistics are equal files
+    write_tensors(file, stored, {"facts": json.dumps({"kind": kind, **facts})})
+    return file
+
+
+def write_tensors(file: Path, leaves: Mapping[str, Tensor], facts: Mapping[str, str]) -> None:
+    """Replace a file of tensors atomically; after a power cut it is the old one or the new one."""
+    # a folder, for `sweep`: safetensors writes to a random name beside the file that it is given
+    fresh = file.with_name(f".{file.name}.new-{os.getpid()}")
     try:
-        # for `sweep`: safetensors writes to a random name beside the file that it is given
-        fresh.mkdir(exist_ok=True)
-        # one entry: safetensors writes several in any order, and equal statistics are equal files
-        save_shared(stored, fresh / file.name, {"facts": json.dumps({"kind": kind, **facts})})
+        fresh.mkdir(parents=True, exist_ok=True)
+        save_shared(leaves, fresh / file.name, facts)
+        sync(fresh / file.name)
         (fresh / file.name).replace(file)
+        sync(file.parent)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-    return file
 
 
 def save_shared(leaves: Mapping[str, Tensor], file: Path, facts: Mapping[str, str]) -> None:

@@ -291,13 +291,13 @@ def interrupted(rank, folder):
         return checkpoint.load_manifest(folders[0])["fingerprint"]
 
     found["whole"] = run(folder / "whole")
-    write = resuming.save_file
+    write = checkpoint.save_shared
 
     def slowly(*args, **options):
         time.sleep(0.3)
         write(*args, **options)
 
-    resuming.save_file = slowly
+    checkpoint.save_shared = slowly
     try:
         with resuming.on_signals(second_ends=False) as stop:
             run(folder / "cut", stop=stop)
@@ -305,7 +305,7 @@ def interrupted(rank, folder):
         # at once: another process that ended sooner would take the writing one with it
         last = resuming.read(resuming.path_of(folder / "cut", "task"))
         found["ended"] = (str(ended), ended.status, None if last is None else last.step)
-    resuming.save_file = write
+    checkpoint.save_shared = write
     found["resumed"] = run(folder / "cut", resume=True)
     return found
 

@@ -2,8 +2,6 @@
 
 import json
 import logging
-import os
-import shutil
 import signal
 import threading
 import time
@@ -16,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -25,6 +22,7 @@ from ...parallel import World
 from ..merge.finished import flat
 from ..merge.inputs import manifest_of
 
+ENDING = ".resume.safetensors"  # of the name of a task's file
 TRAINED = "expert", checkpoint.JOINT  # kinds of manifests of finished training
 log = logging.getLogger(__name__)
 # SIGHUP: of a terminal or connection that ends; the last two: of clusters, before a time limit
@@ -98,7 +96,7 @@ def on_signals(*, second_ends: bool = True) -> Iterator[Stop]:
 
 def path_of(out: Path, task: str) -> Path:
     """The file of a task."""
-    return out / f"{task}.resume.safetensors"
+    return out / f"{task}{ENDING}"
 
 
 def replace_expert(out: Path, task: str) -> None:
@@ -141,8 +139,7 @@ def begun(out: Path, tasks: Iterable[str], *, besides: Collection[str] = ()) -> 
     """
     folders = (manifest.parent for manifest in sorted(out.glob(f"[!.]*/{checkpoint.MANIFEST}")))
     ended = [folder.name for folder in folders if manifest_of(folder).get("kind") == "expert"]  # not an exported one
-    ending = path_of(Path(), "").name
-    others = [file.name.removesuffix(ending) for file in sorted(out.glob(f"*{ending}"))]
+    others = [file.name.removesuffix(ENDING) for file in sorted(out.glob(f"*{ENDING}"))]
     others = [name for name in others if name != checkpoint.JOINT]
     for task in dict.fromkeys((*tasks, *ended, *others)):
         if task in besides:
@@ -274,7 +271,7 @@ class Saver:
         }
         numbers = {name: leaf for name, leaf in places.items() if name not in tensors}
         facts = {"step": state.step, "settings": self._settings, "progress": progress, "numbers": numbers}
-        facts |= {"code": machine.code(), "task": self.path.name.removesuffix(path_of(Path(), "").name)}
+        facts |= {"code": machine.code(), "task": self.path.name.removesuffix(ENDING)}
         self._thread = threading.Thread(target=self._write, args=(tensors, json.dumps(facts)))
         self._thread.start()
         self._since = time.monotonic()
@@ -297,22 +294,13 @@ class Saver:
         return None if last is None else f"the last good state, after {last.step} steps, is {self.path}"
 
     def _write(self, tensors: dict[str, Tensor], facts: str) -> None:
-        # a folder, for `checkpoint.sweep`: safetensors writes to a random name beside the file that it is given
-        fresh = self.path.with_name(f".{self.path.name}.new-{os.getpid()}")
+        if not all(map(tree.is_finite, tensors.values())):
+            return  # the loss is reported; the previous checkpoint stays
+        crc = _crc(facts, tensors, tensors.__getitem__)
         try:
-            if not all(map(tree.is_finite, tensors.values())):
-                return  # the loss is reported; the previous checkpoint stays
-            fresh.mkdir(parents=True, exist_ok=True)
-            crc, file = _crc(facts, tensors, tensors.__getitem__), fresh / self.path.name
-            save_file(tensors, file, metadata={"format": "pt", "facts": facts, "crc32": crc})
-            file.chmod(fresh.stat().st_mode & 0o666)
-            checkpoint.sync(file)
-            file.replace(self.path)
-            checkpoint.sync(self.path.parent)
+            checkpoint.write_tensors(self.path, tensors, {"format": "pt", "facts": facts, "crc32": crc})
         except (OSError, SafetensorError) as error:  # a full disk is no reason to lose what is in memory
             log.warning("%s cannot be written (%s): training continues without it", self.path, error)
-        finally:
-            shutil.rmtree(fresh, ignore_errors=True)
 
 
 @contextmanager

@@ -280,7 +280,7 @@ def _check_code(runs: Sequence[Path]) -> None:
     problems = []
     for run in runs:
         made = {run / task: manifest.get("code") for task, manifest in _experts(run).items()}
-        for file in run.glob(resuming.path_of(Path(), "*").name):
+        for file in run.glob(f"*{resuming.ENDING}"):
             if (last := resuming.read(file)) is not None:
                 made[file] = last.code
         problems += [f"{path} is of code {code or 'unknown'}" for path, code in made.items() if code != machine.code()]

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from smat_fn import checkpoint, machine, optim, testing
 from smat_fn.config import DIGITS, Adapters, Msam, Training
@@ -404,8 +405,8 @@ def test_a_resumed_run_tells_what_other_code_has_made(train, tmp_path, monkeypat
 
 def test_overwrite_forgets_what_was_unfinished(runs, train, tmp_path, monkeypatch):
     after(monkeypatch, 4, kill)
-    write = resuming.save_file
-    monkeypatch.setattr(resuming, "save_file", lambda *a, **k: time.sleep(0.2) or write(*a, **k))
+    write = checkpoint.save_shared
+    monkeypatch.setattr(checkpoint, "save_shared", lambda *a, **k: time.sleep(0.2) or write(*a, **k))
     with pytest.raises(Killed):
         train(tmp_path, "ft", tasks=("rot90",), save_every_steps=2)
     assert {p.name for p in tmp_path.iterdir()} == {"base", "rot90.log.jsonl", "rot90.resume.safetensors"}
@@ -419,7 +420,7 @@ def test_an_interrupted_overwrite_resumes_and_replaces_the_experts_of_before(run
     train(tmp_path, "ft", tasks=("rot90", "mirror"))
     before, stop = weights_of(tmp_path, "rot90"), Stop()
     after(monkeypatch, 2, lambda: setattr(stop, "signal", 15))
-    monkeypatch.setattr(resuming, "save_file", full := Full())
+    monkeypatch.setattr(checkpoint, "save_shared", full := Full())
     with pytest.raises(Interrupted, match=r"rot90; nothing could be saved: continue with"):
         train(tmp_path, tasks=("rot90", "mirror"), overwrite=True, stop=stop)
     assert (weights_of(tmp_path, "rot90"), full.asked) == (before, 1)
@@ -568,7 +569,7 @@ def test_a_flipped_bit_in_a_checkpoint_is_an_error(tmp_path):
         resuming.restore(saver.path, fresh)
     with safe_open(saver.path, framework="pt") as store:  # as earlier code wrote it
         leaves, facts = {name: store.get_tensor(name) for name in store.keys()}, store.metadata()["facts"]  # noqa: SIM118
-    resuming.save_file(leaves, saver.path, metadata={"facts": facts})
+    save_file(leaves, saver.path, metadata={"facts": facts})
     assert resuming.restore(saver.path, fresh).params["w"].tolist() == [1.0, 1.0, -1.0]
 
 
@@ -612,7 +613,7 @@ def test_what_is_another_tasks_is_neither_resumed_nor_taken_for_finished(train, 
 @pytest.mark.parametrize("facts", [None, "[]", '{"step": "1", "settings": {}, "progress": {}}', '{"step": 1}'])
 def test_a_file_of_something_else_is_not_a_checkpoint(tmp_path, facts):
     file = tmp_path / "a.safetensors"
-    resuming.save_file({"w": torch.zeros(2)}, file, metadata=None if facts is None else {"facts": facts})
+    save_file({"w": torch.zeros(2)}, file, metadata=None if facts is None else {"facts": facts})
     with pytest.raises(ValueError, match=r"a\.safetensors (cannot be read|does not say which training)"):
         resuming.read(file)
 
@@ -665,17 +666,17 @@ def test_what_an_expert_was_trained_beside_is_in_its_manifest_and_not_another_wh
 
 
 def test_a_snapshot_is_written_beside_training_and_replaces_the_last_one_whole(tmp_path, monkeypatch):
-    begun, go, write = threading.Event(), threading.Event(), resuming.save_file
+    begun, go, write = threading.Event(), threading.Event(), checkpoint.save_shared
     saver = Saver(tmp_path / "a.safetensors", {})
     saver.save(State({"w": torch.ones(2)}, (), 1), {})
     saver.wait()
 
-    def held(tensors, path, **options):
-        write(tensors, path, **options)
+    def held(*args):
+        write(*args)
         begun.set()
         assert go.wait(60)
 
-    monkeypatch.setattr(resuming, "save_file", held)
+    monkeypatch.setattr(checkpoint, "save_shared", held)
     saver.save(State({"w": torch.ones(2)}, (), 2), {})  # comes back while the file is being written
     assert begun.wait(60)
     assert resuming.read(saver.path).step == 1
@@ -702,7 +703,7 @@ def test_a_full_disk_costs_the_snapshot_alone(tmp_path, monkeypatch, caplog):
     def full(*args, **kwargs):
         raise OSError("no space left")
 
-    monkeypatch.setattr(resuming, "save_file", full)
+    monkeypatch.setattr(checkpoint, "save_shared", full)
     saver = Saver(tmp_path / "a.safetensors", {})
 
     def save():
