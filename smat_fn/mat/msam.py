@@ -11,9 +11,10 @@ from ..errors import flag_problems, raise_problems
 from ..execution import no_grad
 from ..grad import keyed, value_and_grad
 from ..optim import momentum_of
-from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Where
+from ..types import Batch, Engine, LossFn, Method, Optimizer, Params, Where
 from . import step
 from .asam import climb
+from .finetune import Info
 
 __all__ = ["Along", "Info", "Msam", "State", "build"]
 
@@ -36,20 +37,6 @@ class State(NamedTuple):
     previous: Params = ()
 
 
-class Info(NamedTuple):
-    """Per-step diagnostics. Nothing here feeds the next step.
-
-    Attributes:
-        loss: the loss at theta + e, shape ().
-        aux: of the loss.
-        grad_norm: norm of the gradient at theta + e before clipping, float32, shape ().
-    """
-
-    loss: Tensor
-    aux: Aux
-    grad_norm: Tensor
-
-
 # over 60 lines: its docstring states equation, cost and arguments
 def build(
     loss_fn: LossFn,
@@ -68,7 +55,8 @@ def build(
 
     ``e = rho theta^2 (.) d / (|| |theta| (.) d || + 1e-12)``; the update uses ``grad L(theta + e)`` at theta. d is the
     optimizer's momentum (Adam's first moments, Muon's and SGD's momentum) before the step, or the gradient of the step
-    before, before clipping; in the first step both are 0, and so is e.
+    before, before clipping; in the first step both are 0, and so is e. The loss and the norm of an `Info` are those at
+    theta + e.
 
     One forward and one backward pass a step, as plain fine-tuning. The momentum needs no buffer of its own, the
     gradient one of the size of params in the state; theta + e is a copy of params for the time of the pass.
