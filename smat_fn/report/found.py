@@ -11,7 +11,11 @@ from ..evaluate.results import EXPERT, SET, Result, Run, once
 from ..evaluate.statistics import Estimate, differences
 from .tables import Cell, MainTable, cell_of, main_table
 
-PARTS = ("Scale", "Mask", "Perturb")
+PARTS = {  # of SMAT, with their hyperparameters
+    "Scale": ("alpha_min", "alpha_max", "alpha_depth"),
+    "Mask": ("drop_prob",),
+    "Perturb": ("sigma", "noise"),
+}
 MUON = " (Muon)"
 BUDGET = ("steps", "epochs")  # differ from task to task
 
@@ -46,7 +50,8 @@ class Setting(NamedTuple):
         if self.method != "smat":
             return None
         values = self.hyperparameters
-        on = values.get("alpha_min", 0) < 1, values.get("drop_prob", 1) > 0, values.get("sigma", 1) > 0
+        scale = values.get("alpha_min", 0) < 1 or values.get("alpha_max", 1) != 1 or "alpha_depth" in values
+        on = scale, values.get("drop_prob", 1) > 0, values.get("sigma", 1) > 0
         return tuple(part for part, present in zip(PARTS, on, strict=True) if present)
 
     @property
@@ -63,11 +68,10 @@ class Setting(NamedTuple):
 
     def ablates(self, full: "Setting") -> bool:
         """Whether all but the parts that are off is as in another setting that has them all."""
-        names = {"Scale": ("alpha_min",), "Mask": ("drop_prob",), "Perturb": ("sigma", "noise")}
-        off = {name for part in PARTS if part not in (self.parts or ()) for name in names[part]}
+        off = {name for part, names in PARTS.items() if part not in (self.parts or ()) for name in names}
         off |= {"sigma"} if self.sigmas and full.sigmas else set()  # found in every run anew
         mine, other = ({k: v for k, v in s.hyperparameters.items() if k not in off} for s in (self, full))
-        return full.parts == PARTS and self.training == full.training and mine == other
+        return full.parts == tuple(PARTS) and self.training == full.training and mine == other
 
 
 def settings_of(runs: Iterable[Run]) -> dict[str, Setting]:

@@ -34,6 +34,14 @@ def test_parts_that_are_on(make, full, off, parts, kind):
     assert not one(make, full | {"drop_prob": 0, "sigma": 0}).ablates(no_mask)
 
 
+@pytest.mark.parametrize("more", [{"alpha_max": 1.5}, {"alpha_depth": [0.2, 1.0]}])
+def test_scale_is_on_where_alpha_is_above_one_or_depends_on_depth(make, full, more):
+    perturbed = {"alpha_min": 1, "drop_prob": 0}
+    setting = one(make, full | perturbed | more)
+    assert (setting.parts, setting.kind) == (("Scale", "Perturb"), "ablation")
+    assert one(make, full | perturbed).ablates(one(make, full | more))
+
+
 def test_other_methods_have_no_parts(make):
     setting = one(make, {"rho": 0.25}, "asam")
     assert (setting.parts, setting.kind, setting.muon) == (None, "main", False)
