@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from tyro.conf import Positional
 
 from smat_fn.scripts.merge.settings import Export, MergeAdapters, Statistics
-from smat_fn.scripts.train.sweep import Sweep
+from smat_fn.scripts.train.settings import Sweep
 
 # marks -> (page, options)
 PAGES = {

@@ -59,7 +59,7 @@ def test_a_sweep_of_an_installed_command_starts_it_as_a_module(tmp_path, given, 
     monkeypatch.setattr(sys, "argv", ["smat-train"])
     entry.train()
     taken = []
-    monkeypatch.setattr("smat_fn.scripts.commands.train.sweep", lambda options, script: taken.append(script))
+    monkeypatch.setattr("smat_fn.scripts.train.sweep.sweep", lambda options, script: taken.append(script))
     given[0][2]["commands"]["sweep"][0](None)
     (job,) = jobs(Sweep(tmp_path, methods=("ft",), seeds=(0,)), script=taken[0])
     assert job.command[:5] == (sys.executable, "-m", "smat_fn", "train", "ft")

@@ -49,8 +49,9 @@ from smat_fn.scripts.train.settings import (
     OptimizerSettings,
     ProcessSettings,
     RunSettings,
+    Status,
+    Sweep,
 )
-from smat_fn.scripts.train.sweep import Status, Sweep, status, sweep
 
 if TYPE_CHECKING:
     from smat_fn import parallel
@@ -275,8 +276,16 @@ def command(script: str, launch: Sequence[str]) -> None:
 
     Args: script: its name in messages; launch: words after ``python`` that start it in another process.
     """
-    commands: dict[str, cli.Command] = {
-        "sweep": (lambda options: sweep(options, script=launch), Sweep),
-        "status": (status, Status),
-    }
+
+    def sweep(options: Sweep) -> None:
+        from smat_fn.scripts.train.sweep import sweep as run
+
+        run(options, script=launch)
+
+    def status(options: Status) -> None:
+        from smat_fn.scripts.train.sweep import status as show
+
+        show(options)
+
+    commands: dict[str, cli.Command] = {"sweep": (sweep, Sweep), "status": (status, Status)}
     cli.run(script, main, Train, description=__doc__, commands=commands, names=NAMES, shown=shown, first=FIRST)

@@ -1,10 +1,10 @@
-"""Options of train.py beside the method's own, in the groups of ``--help``."""
+"""Options of train.py beside the method's own, in the groups of ``--help``, and those of its other commands."""
 
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tyro.conf import arg
+from tyro.conf import Positional, arg
 
 from ...config import PRESETS
 from ...types import Precision
@@ -166,3 +166,40 @@ class RunSettings:
     """Keep Adam's second moments beside each expert's weights, for `merge.py fisher --weights-from adam`."""
     statistics: Annotated[tuple[Literal["fisher", "gram"], ...], arg(help_behavior_hint="(default: none)")] = ()
     """Statistics to compute for each expert on its training rows, as `merge.py statistics` does by default."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Train every method with every seed, one process per device; when rerun, only runs that lack an expert.
+
+    A task that was added to the folder of the data is trained beside the others, unless --flags names the tasks.
+    """
+
+    out: Path
+    """Folder: the run of a method and seed becomes OUT/METHOD-seedN."""
+    methods: tuple[str, ...] = ("ft", "smat")
+    """Methods, by the names of train.py."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Training seeds of each method."""
+    flags: str = ""
+    """More options of train.py for all runs, after an equals sign: --flags="--preset digits --steps 100"."""
+    devices: Annotated[tuple[str, ...], arg(help_behavior_hint="(default: no choice of GPU)")] = ()
+    """GPUs, as CUDA_VISIBLE_DEVICES names them: one run at a time on each."""
+    processes: int = 1
+    """Number of runs at a time if no devices are given."""
+    launcher: Literal["local", "submitit"] = "local"
+    """local: processes here; submitit: jobs of a cluster (the package submitit)."""
+    cluster_options: Annotated[
+        dict[str, int | str], arg(metavar="[NAME VALUE ...]", help_behavior_hint="(default: none)")
+    ] = field(default_factory=dict)
+    """Parameters of submitit's executor, e.g. slurm_partition gpu timeout_min 600."""
+    other_code: bool = False
+    """Keep experts that another version of this package has trained, and resume its unfinished ones; else an error."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """Print a table of the runs in a folder: which experts are done, how far the others are."""
+
+    folder: Annotated[Positional[Path], arg(metavar="FOLDER")]
+    """Folder of a sweep, or of any runs of train.py."""

@@ -4,59 +4,21 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from tyro.conf import Positional, arg
-
-from ... import errors
-from ...config import METHODS, MORE_METHODS
+from ... import checkpoint, errors, machine
+from ...config import METHODS, MORE_METHODS, PRESETS, Smat
+from ...suites import task_names
 from .. import cli, outcome
+from ..merge.inputs import manifest_of
 from ..signals import leaving_on_signals
-from . import launching
+from . import launching, resuming
 from .launching import Job, Launcher
-from .settings import DataSettings
+from .settings import DataSettings, Status, Sweep
 
 JOBS = "jobs"  # folder of their logs
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """Train every method with every seed, one process per device; when rerun, only runs that lack an expert.
-
-    A task that was added to the folder of the data is trained beside the others, unless --flags names the tasks.
-    """
-
-    out: Path
-    """Folder: the run of a method and seed becomes OUT/METHOD-seedN."""
-    methods: tuple[str, ...] = ("ft", "smat")
-    """Methods, by the names of train.py."""
-    seeds: tuple[int, ...] = (0, 1, 2)
-    """Training seeds of each method."""
-    flags: str = ""
-    """More options of train.py for all runs, after an equals sign: --flags="--preset digits --steps 100"."""
-    devices: Annotated[tuple[str, ...], arg(help_behavior_hint="(default: no choice of GPU)")] = ()
-    """GPUs, as CUDA_VISIBLE_DEVICES names them: one run at a time on each."""
-    processes: int = 1
-    """Number of runs at a time if no devices are given."""
-    launcher: Literal["local", "submitit"] = "local"
-    """local: processes here; submitit: jobs of a cluster (the package submitit)."""
-    cluster_options: Annotated[
-        dict[str, int | str], arg(metavar="[NAME VALUE ...]", help_behavior_hint="(default: none)")
-    ] = field(default_factory=dict)
-    """Parameters of submitit's executor, e.g. slurm_partition gpu timeout_min 600."""
-    other_code: bool = False
-    """Keep experts that another version of this package has trained, and resume its unfinished ones; else an error."""
-
-
-@dataclass(frozen=True)
-class Status:
-    """Print a table of the runs in a folder: which experts are done, how far the others are."""
-
-    folder: Annotated[Positional[Path], arg(metavar="FOLDER")]
-    """Folder of a sweep, or of any runs of train.py."""
 
 
 class Progress(NamedTuple):
@@ -115,8 +77,6 @@ def sweep(options: Sweep, *, script: Sequence[str], report: Callable[[str], None
     Raises: ValueError as `jobs`; for experts and snapshots of other code, unless they are to be kept; and at the end if
         a run failed, naming the logs, or if runs of one seed were trained on different rows.
     """
-    from ... import checkpoint
-
     launch = _launcher(options)
     wanted = jobs(options, script=script)
     if not options.other_code:
@@ -146,8 +106,6 @@ def sweep(options: Sweep, *, script: Sequence[str], report: Callable[[str], None
 
 def _waves(flags: str, waiting: Sequence[Job]) -> list[list[Job]]:
     """The runs of ft before all others where these measure sigma on them: no sigma depends on what ends first."""
-    from ...config import PRESETS, Smat
-
     words = shlex.split(flags)
     preset = PRESETS.get(cli.value_of("--preset", words, DataSettings.preset))
     own = preset.methods.get(Smat.name) if preset else None
@@ -159,10 +117,6 @@ def _waves(flags: str, waiting: Sequence[Job]) -> list[list[Job]]:
 
 def progress(out: Path) -> list[Progress]:
     """Every expert that is done or has a log, below a folder. Raises: ValueError where there is none."""
-    from ... import checkpoint
-    from ..merge.inputs import manifest_of
-    from . import resuming
-
     found = []
     logs = {log.parent / log.name.removesuffix(".log.jsonl"): log for log in checkpoint.files_below(out, "*.log.jsonl")}
     manifests = {m.parent for m in checkpoint.files_below(out, checkpoint.MANIFEST)}
@@ -184,13 +138,11 @@ def table(rows: Sequence[Progress]) -> Any:
     """
     from rich.table import Table
 
-    from ...checkpoint import JOINT
-
     tasks, runs = list(dict.fromkeys(r.task for r in rows)), list(dict.fromkeys(r.run for r in rows))
     cells = {(r.run, r.task): _cell(r) for r in rows}
     shown = Table("run", *tasks, "done")
     own = {run: {r.task for r in rows if r.run == run} for run in runs}
-    experts = {run: tasks_of - {JOINT} for run, tasks_of in own.items()}
+    experts = {run: tasks_of - {checkpoint.JOINT} for run, tasks_of in own.items()}
     for run in runs:
         ended = sum(r.done for r in rows if r.run == run)
         wanted = own[run].union(*(others for others in experts.values() if others & own[run]))
@@ -237,9 +189,6 @@ def _run(options: Sweep, job: Job) -> Path:
 
 def _experts(run: Path) -> dict[str, dict[str, Any]]:
     """The manifests of a run's finished experts."""
-    from ... import checkpoint
-    from ..merge.inputs import manifest_of
-
     found = {file.parent: manifest_of(file.parent) for file in run.glob(f"*/{checkpoint.MANIFEST}")}
     return {folder.name: manifest for folder, manifest in found.items() if manifest.get("kind") == "expert"}
 
@@ -259,8 +208,6 @@ def _ended_well(job: Job, run: Path, flags: str) -> bool:
 def _new_tasks(flags: str, experts: Mapping[str, Mapping[str, Any]]) -> set[str]:
     """Tasks of the data, in a folder or a file of folders, of which a run has no expert; none where the flags name its
     tasks, or the data are a dataset of the hub, whose tasks are those of the suite or of the flags."""
-    from ...suites import task_names
-
     words = shlex.split(flags)
     named = any(word.partition("=")[0] in ("--tasks", "tasks") for word in words)
     suite: dict[str, Any] = next((own["suite"] for own in experts.values() if own.get("suite")), {})
@@ -274,9 +221,6 @@ def _new_tasks(flags: str, experts: Mapping[str, Mapping[str, Any]]) -> set[str]
 
 
 def _check_code(runs: Sequence[Path]) -> None:
-    from ... import machine
-    from . import resuming
-
     problems = []
     for run in runs:
         made = {run / task: manifest.get("code") for task, manifest in _experts(run).items()}
