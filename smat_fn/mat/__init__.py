@@ -1,11 +1,14 @@
 """Training methods, one file each: ``build(loss_fn, optimizer, base, ...) -> Method``, its State and Info, its options.
 
 The options of a method are a frozen dataclass whose fields are the hyperparameters of ``build``; a field that is None
-takes the preset's value. Its ``name`` is that of train.py's subcommand, ``module`` the file.
+takes the preset's value. Its ``name`` is that of train.py's subcommand.
 """
 
+import sys
+from collections.abc import Callable
 from typing import TypeAlias
 
+from ..types import Method
 from . import asam, finetune, l2sp, mergopt, mixout, msam, orthoreg, smat
 from .asam import Asam
 from .finetune import Finetune
@@ -22,3 +25,9 @@ METHODS: tuple[type[MethodConfig], ...] = Finetune, Smat, Asam, Mergopt, Orthore
 MORE_METHODS: tuple[type[MethodConfig], ...] = Msam, L2sp, Mixout
 
 __all__ = ["asam", "finetune", "l2sp", "mergopt", "mixout", "msam", "orthoreg", "smat"]
+
+
+def build_of(method: MethodConfig) -> Callable[..., Method]:
+    """The ``build`` that these options are of: the one in their file."""
+    build: Callable[..., Method] = sys.modules[type(method).__module__].build
+    return build

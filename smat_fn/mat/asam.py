@@ -116,7 +116,6 @@ class Asam:
     """ASAM: the gradient after an ascent step along the gradient, two passes a step."""
 
     name: ClassVar[str] = "asam"
-    module: ClassVar[str] = "asam"
 
     rho: float | None = None
     """Length of the ascent step."""

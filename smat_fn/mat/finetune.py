@@ -73,4 +73,3 @@ class Finetune:
     """FT: plain fine-tuning."""
 
     name: ClassVar[str] = "ft"
-    module: ClassVar[str] = "finetune"

@@ -71,7 +71,6 @@ class L2sp:
     """L2-SP: fine-tuning with a penalty on the distance from the base."""
 
     name: ClassVar[str] = "l2sp"
-    module: ClassVar[str] = "l2sp"
 
     pull: float | None = None
     """Coefficient of the penalty on the distance to the base."""

@@ -110,7 +110,6 @@ class Mergopt:
     """MergOPT: the gradient at randomly perturbed weights in every step."""
 
     name: ClassVar[str] = "mergopt"
-    module: ClassVar[str] = "mergopt"
 
     b: float | None = None
     """Scale of the Laplace noise, in units of the weights."""

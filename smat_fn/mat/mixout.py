@@ -63,7 +63,6 @@ class Mixout:
     """Mixout: in every step a random part of the weights is reset to the base's."""
 
     name: ClassVar[str] = "mixout"
-    module: ClassVar[str] = "mixout"
 
     drop_prob: float | None = None
     """Probability of taking the base's weight."""

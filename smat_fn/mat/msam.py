@@ -114,7 +114,6 @@ class Msam:
     """MSAM: the gradient after an ascent step along the optimizer's momentum, one pass a step."""
 
     name: ClassVar[str] = "msam"
-    module: ClassVar[str] = "msam"
 
     rho: float | None = None
     """Length of the ascent step."""

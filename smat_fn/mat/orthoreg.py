@@ -157,7 +157,6 @@ class Orthoreg:
     """OrthoReg: a penalty that keeps the columns of every update matrix orthonormal."""
 
     name: ClassVar[str] = "orthoreg"
-    module: ClassVar[str] = "orthoreg"
 
     lambda_reg: float | None = None
     """Weight of the penalty."""

@@ -433,7 +433,6 @@ class Smat:
     """SMAT: the loss at simulated merged states every t-th step (Scale, Mask, Perturb)."""
 
     name: ClassVar[str] = "smat"
-    module: ClassVar[str] = "smat"
     IMPLIED: ClassVar = {"alpha_max": 1.0, "sigma_of": "weights", "antithetic": False}  # None means the same run
 
     alpha_min: float | None = None

@@ -34,7 +34,6 @@ def test_the_file_has_what_the_conformance_tests_and_train_py_ask_of_it(names):
     assert set(names["__all__"]) <= set(names)
     assert "Source:" in build.__doc__
     assert "Raises:" in build.__doc__
-    assert own.module == "l2sp"
     assert {field.name for field in fields(own)} == build.__kwdefaults__.keys() - finetune.build.__kwdefaults__.keys()
 
 

@@ -20,7 +20,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, Union
@@ -41,6 +40,7 @@ from smat_fn.config import (
     resolve,
 )
 from smat_fn.errors import suggestion
+from smat_fn.mat import build_of
 from smat_fn.progress import say
 from smat_fn.scripts import cli, outcome
 from smat_fn.scripts.train.settings import (
@@ -107,7 +107,7 @@ def shown(words: Sequence[str]) -> list[Any]:
 
 def _with_defaults(method: MethodConfig) -> MethodConfig:
     """The method with the defaults of its `build` for what the preset leaves open, as a run takes them."""
-    own = signature(import_module(f"smat_fn.mat.{method.module}").build).parameters
+    own = signature(build_of(method)).parameters
     missing = {f.name for f in fields(method) if getattr(method, f.name) is None} - {"k_max"}  # from the data's tasks
     return replace(method, **{name: own[name].default for name in missing})
 

@@ -170,7 +170,7 @@ def _optimizer_problems(method: MethodConfig, training: Training, offload: Offlo
         optimizer = make_optimizer(replace(training, steps=max(training.steps or training.warmup, 1)))
     own = {"max_grad_norm": training.max_grad_norm, **settings(without_auto(method))}
     own |= {"offload": offload} if offload else {}
-    return problems + problems_of(getattr(mat, method.module).build, loss, optimizer, {}, **own)
+    return problems + problems_of(mat.build_of(method), loss, optimizer, {}, **own)
 
 
 def _no_loss(module: nn.Module, batch: Batch) -> tuple[Any, None]:

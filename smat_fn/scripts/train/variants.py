@@ -173,7 +173,7 @@ def arrange(
     options: dict[str, Any] = {"max_grad_norm": training.max_grad_norm, "donate": True, **settings(method)}
     if training.independent_draws:
         return parallel.independent_smat(loss_fn, optimizer, base, where=where, **options)
-    build = getattr(mat, method.module).build
+    build = mat.build_of(method)
     if adapters is None:
         more = {"offload": offload} if offload else {}
         return build(shared(loss_fn), optimizer, base, where=where, **options, **more)
