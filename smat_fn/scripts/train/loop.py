@@ -136,7 +136,7 @@ def train_expert(
         Interrupted: when asked to stop.
     """
     key = random.fold_in(random.key(seed), task)
-    training = budget(suite, task, training)
+    training, stop = budget(suite, task, training), stop or Stop()
     run, state, kept = _built(suite, task, method, training, key, world, offload)
     whole: Callable[[Any], Any] = run.whole if isinstance(run, Sharded) else lambda state: state
     if curve is None and training.dev is not None:
@@ -150,14 +150,13 @@ def train_expert(
         if log is not None:
             if state.step < training.length:
                 text = f"before step {state.step + 1} of {task}: continue with --resume"
-                # of several processes the others would wait for the one that ends
-                with stop.at_once(text) if stop is not None and world.size == 1 else nullcontext():
+                with stop.at_once(text, world):
                     suite.batch(task, key, state.step)  # what a suite prepares for its first batch is not training time
             log.watch.skip()
         for step in range(state.step, training.length):
             if curve is not None and curve.ended():
                 break
-            if stop is not None and (number := world.largest(stop.signal or 0)):
+            if number := world.largest(stop.signal or 0):
                 raise _interrupted(number, whole(state), task, log, saver, world, curve)
             batch = suite.batch(task, key, step)
             state, info = run.update(key, state, _own_part(batch, suite, training, world))

@@ -54,9 +54,12 @@ class Stop:
     _meanwhile = ""
 
     @contextmanager
-    def at_once(self, text: str) -> Iterator[None]:
-        """A signal ends what is done here instead of waiting for the next step. Raises: Interrupted with ``text``."""
-        self._meanwhile = text
+    def at_once(self, text: str, world: World) -> Iterator[None]:
+        """A signal ends what is done here instead of waiting for the next step. Raises: Interrupted with ``text``.
+
+        Not one of several processes, of which the others would wait for it.
+        """
+        self._meanwhile = text if world.size == 1 else ""
         try:
             yield
         finally:

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product, zip_longest
@@ -54,7 +54,7 @@ class Shared(NamedTuple):
     suite: Suite
     method: MethodConfig  # its sigma is a number
     run: RunOptions
-    stop: Stop | None
+    stop: Stop
     world: World
     report: Callable[[str], None]
 
@@ -165,9 +165,8 @@ def train_run(
     for line in cut_notes(suite, run.tasks) if world.leads else ():
         report(line)
     tell = report if world.leads else lambda line: None
-    text = "before the first step: rerun the command"
-    # of several processes the others would wait for the one that ends
-    with stop.at_once(text) if stop is not None and world.size == 1 else nullcontext():
+    stop = stop or Stop()
+    with stop.at_once("before the first step: rerun the command", world):
         find = partial(with_sigma, suite, training=training, run=run, world=world, report=tell)
         method, origin = find(method)
         if run.probe and run.probe_at is not None and sigma_is_auto(run.probe_at):
