@@ -13,9 +13,9 @@ from ...models import inspect
 from ...suites import Suite
 from ..merge.exporting import export_problems, stored_dtypes
 from .loop import loss_of
-from .noise_level import coarse_line
+from .notes import coarse_line, never_simulated
 from .options import RunOptions
-from .training import never_simulated, planned
+from .training import planned
 from .variants import training_settings
 
 

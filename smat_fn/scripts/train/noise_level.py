@@ -6,12 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ... import analyses, checkpoint, errors, lora, random, tree
-from ...analyses.diagnose import unmoved
-from ...config import Finetune, MethodConfig, Training, settings
+from ...config import Finetune, MethodConfig, Training
 from ...parallel import ALONE, World
 from ...simulation import relative
 from ...suites import Suite
@@ -21,7 +19,7 @@ from . import resuming
 from .logs import check_losses
 from .loop import budget, loss_of, schedules, train_expert
 from .options import RunOptions
-from .variants import adapters_of, sigma_is_auto, training_settings, without_auto
+from .variants import adapters_of, sigma_is_auto, training_settings
 
 COEF = 0.3  # gamma of the other experts' updates, as `eval.py diagnose` has it
 SHARE, LEAST, MOST = 20, 10, 100  # a short run: this part of the steps, within these bounds
@@ -240,21 +238,6 @@ def update_rms(params: Params, base: Params) -> float:
     found, leaves = tree.flatten(params), tree.flatten(base)
     start = {path: leaf for path, leaf in leaves.items() if leaf.is_floating_point()}
     return float(relative.update_rms({path: found.get(path, leaf) for path, leaf in start.items()}, start))
-
-
-def coarse_line(base: Mapping[str, Tensor], method: MethodConfig, training: Training, *, above: float = 0.0) -> str:
-    """The weights whose dtype is too coarse for SMAT's noise, or an empty text if their share is at most ``above``.
-
-    Not of adapters, whose noise is not rounded into weights, nor of a sigma in other units than those of weights.
-    """
-    own = settings(without_auto(method))
-    if not (sigma := own.get("sigma")) or own.get("sigma_of", "weights") != "weights" or training.lora is not None:
-        return ""
-    weights = tree.cast(base, torch.bfloat16) if training.precision in ("mixed", "bf16") else base
-    still, size = unmoved(weights, sigma, own.get("noise", "uniform")), sum(leaf.numel() for leaf in weights.values())
-    if still <= above * size:
-        return ""
-    return f"Perturb cannot move {still:,} of {size:,} parameters: their dtype is too coarse there"
 
 
 def _budget(suite: Suite, task: str, training: Training) -> int | None:

@@ -2,11 +2,10 @@
 
 import json
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import product, zip_longest
 from pathlib import Path
 from statistics import stdev
 from typing import Any, NamedTuple
@@ -21,18 +20,19 @@ from ...folders.writing import locked
 from ...lora import Lora
 from ...merge.statistics import gram_layers
 from ...parallel import ALONE, World
-from ...simulation.relative import beside_update
 from ...suites import Suite
 from ...types import Params
 from ...where import mask_problems
-from ..merge.inputs import BY_TASK, check_weights, is_free, manifest_of
+from ..merge.inputs import is_free, manifest_of
 from . import resuming
 from .dev_curve import DevCurve, curve_of
 from .logs import Log
 from .loop import budget, loss_of, schedules, train_expert
 from .memory import reset_peak
-from .noise_level import coarse_line, perturbed, update_rms, with_sigma
+from .noise_level import perturbed, with_sigma
+from .notes import coarse_line, cut_notes, never_simulated, sigma_line, still_line
 from .options import RunOptions, check_run
+from .resume_checks import check_resumed
 from .resuming import ResumePoint, Saver, Stop
 from .variants import adapters_of, sigma_is_auto, training_settings
 
@@ -183,7 +183,7 @@ def train_run(
         if world.leads:
             _hold(run, held)
             if run.resume:
-                _check_resumed(run, experts, report)
+                check_resumed(run, {expert.task: expert.facts for expert in experts}, report)
             fingerprint = experts[0].facts["base_fingerprint"]
             with _locked_base(run.out):
                 _write_base(run.out / checkpoint.BASE, suite, fingerprint, overwrite=run.overwrite)
@@ -441,89 +441,6 @@ def _log(shared: Shared, expert: Expert, last: ResumePoint | None) -> Log:
     )
 
 
-def _check_resumed(run: RunOptions, experts: Sequence[Expert], report: Callable[[str], None]) -> None:
-    """Raises: ValueError that lists experts and checkpoints of other settings or rows, and damaged experts.
-
-    A label that is given is a new name. Tasks may have come beside, and folders of data and model may have moved:
-    hashes compare what is in them. A model of another place is reported, since its configuration has none.
-    """
-    out, problems, edited, damaged, moved = run.out, list[str](), list[str](), list[str](), dict[str, None]()
-    for task, _, _, facts in experts:
-        last, path = resuming.read(resuming.path_of(out, task)), out / task
-        ended = resuming.finished(out, task)
-        if not ended and not is_free(path) and not resuming.replaced(out, task).exists():
-            damaged.append(f"{path} is not the folder of an expert of train.py: move it to train {task} there")
-        found = checkpoint.load_manifest(path) if ended else None if last is None else last.settings
-        if found is None:
-            continue
-        if "transport" in found:
-            damaged.append(f"{path} was moved by merge.py transport, not trained: choose another --out, or --overwrite")
-            continue
-        damaged += problems_of(check_weights, path, found) if ended else []
-        if (of := found.get("task") if ended else last and last.task) not in (None, task):
-            file = path if ended else resuming.path_of(out, task)
-            damaged.append(f"{file} is of task {of}: give it back the name of that task, or move it to train {task}")
-        rows, now = (settings.get("train_rows") or {} for settings in (found, facts))
-        parts = "hash", "dev", "inputs", "head", "classes"
-        other = {name for name in parts if name in rows and now.get(name, rows[name]) != rows[name]}
-        begun = f"changed since {task} in {out} was begun"
-        others = {name: value for name, value in facts.items() if name != "train_rows"}
-        besides = [checkpoint.UNTRAINED] if checkpoint.UNTRAINED not in found else []  # of earlier code
-        besides += ["suite.tasks", *(["label"] if run.label else []), *(["suite.data"] if "hash" in rows else [])]
-        for name, recipe in product(BY_TASK, (found.get("suite"), facts["suite"])):
-            values = (recipe or {}).get(name)
-            of_tasks = values if isinstance(values, Mapping) else {}
-            besides += [f"suite.{name}.{x}" for x in of_tasks if x != task or f"suite.{name}" in besides]
-        old, model = ((settings.get("suite") or {}).get("model") for settings in (found, facts))
-        if old != model and "inputs" in rows and _holds_all(facts["suite"]):
-            besides.append("suite.model")
-            moved[f"model was {old}, is {model}"] = None
-        differ = resuming.differences(found, others, besides=besides)
-        # other options of the suite make other inputs of the same files
-        edited += [] if _other_options(differ) else _edits(task, out, begun, rows, now, other)
-        if differ:
-            problems.append(f"{task} in {out} was trained with other settings: {', '.join(differ)}")
-        elif other == {"head"}:  # which settings choose too
-            what = "rows that no step trains on, but of which its head is made,"
-            edited.append(f"{now['from']} {begun}: {what} are others")
-    if problems:
-        problems.append("give the settings it was started with, or choose another --out")
-    if edited:
-        edited.append("put the old files back, or choose another --out, or start over with --overwrite")
-    errors.raise_problems(problems + edited + damaged)
-    for line in moved:
-        report(f"note: {line}: weights and tokens of training rows are the same, other files of it are not compared")
-
-
-def _other_options(differ: Sequence[str]) -> bool:
-    """Whether differences are of options of the suite, beside its model and the folder of its rows."""
-    own = [text.split(" was ")[0] for text in differ]
-    return any(name.startswith("suite.") and name not in ("suite.model", "suite.data") for name in own)
-
-
-def _edits(
-    task: str, out: Path, begun: str, rows: Mapping[str, Any], now: Mapping[str, Any], other: Collection[str]
-) -> Iterator[str]:
-    """Errors for training rows, what is made of them, class names and dev rows that are not those of before."""
-    if "hash" in other:
-        was, has = (f"{own['count']} rows of hash {own['hash'][:8]}" for own in (rows, now))
-        yield f"{now['from']} {begun}: it held {was}, now {has}"
-    elif "inputs" in other:
-        made = "the tokenizer, its chat template or the image processor makes other inputs of its training rows"
-        yield f"{task} in {out} was begun with another model folder: {made}"
-    if "classes" in other:
-        lists = ([*own["classes"], "no class"] for own in (rows, now))
-        names = next(f"{a!r} is now {b!r}" for a, b in zip_longest(*lists) if a != b)
-        yield f"the class names of {task} {begun}, and its head is made of them: {names}"
-    if "dev" in other:
-        yield f"the dev rows of {task} {begun}, which --eval-every scores"
-
-
-def _holds_all(suite: Mapping[str, Any]) -> bool:
-    """Whether an expert has every weight that its loss reads, so that the fingerprint of the base tells the model."""
-    return suite.get("name") != "clip8" and not suite.get("train_layers") and not suite.get("train")
-
-
 def _write_base(path: Path, suite: Suite, fingerprint: str, *, overwrite: bool) -> None:
     if manifest_of(path).get("fingerprint") == fingerprint:
         return
@@ -559,73 +476,3 @@ def _dev_rows(suite: Suite, task: str) -> dict[str, str]:
 def _probed_at(at: Smat) -> dict[str, Any]:
     names = ("alpha_min", "drop_prob", "sigma", "noise")
     return {name: value for name, value in settings(at).items() if name in names}
-
-
-def cut_notes(suite: Suite, tasks: Sequence[str]) -> list[str]:
-    """Notes on training rows that lose their end, so that answers are not learned whole, and on split texts."""
-    if suite.cuts is None:
-        return []
-    notes = []
-    for task, cut in ((task, suite.cuts(task)) for task in tasks):
-        if cut.rows > cut.texts > 0:
-            notes.append(
-                f"note: some of the {cut.texts} training texts of {task} have more than max_length "
-                f"{suite.recipe['max_length']} tokens: all are trained as {cut.rows} windows"
-            )
-        if suite.recipe.get("truncate", "right") != "right":
-            continue  # the shares are of rows that are cut on the right
-        cut_rows, part, whole = (round(share * cut.rows) for share in (cut.eos, cut.answer, cut.whole_answer))
-        middle = ", or truncate prompt-middle," if cut_rows else ""  # not of encoder-decoders, which lose answers alone
-        if cut_rows or part:
-            notes.append(
-                f"note: {max(cut_rows, part)} of the {cut.rows} training rows of {task} "
-                f"{'is' if max(cut_rows, part) == 1 else 'are'} cut at max_length {suite.recipe['max_length']}, "
-                f"{max(part - whole, 0)} of them within the answer, {whole} before it: "
-                f"--suite-options max_length {cut.longest}{middle} keeps answers"
-            )
-    return notes
-
-
-def never_simulated(method: MethodConfig, steps: Mapping[str, int]) -> list[str]:
-    """A warning about tasks with fewer steps than SMAT's period, none of which would be simulated."""
-    period = settings(method).get("period")
-    short = [f"{task} ({n} steps)" for task, n in steps.items() if method.name == "smat" and period and n < period]
-    way = "this trains as ft does: give more --steps, or a smaller --period"
-    return [f"warning: no step of {', '.join(short)} is simulated with period {period}; {way}"] if short else []
-
-
-def still_line(training: Training, params: Params, base: Params, largest_norm: float) -> str:
-    """Why training changed no parameter, and the way out; an empty text where one differs from base.
-
-    Args: largest_norm: of the gradients that the log has read.
-    """
-    found = tree.flatten(params)
-    if not all(torch.equal(found.get(path, leaf), leaf) for path, leaf in tree.flatten(base).items()):
-        return ""
-    if not any(float(rate(step)) for rate in schedules(training).values() for step in range(training.length)):
-        cause = "the learning rate is 0 in every step: give another --lr, or less --warmup"
-    elif not largest_norm:
-        cause = (
-            "every gradient is 0: no trained parameter reaches the loss (--dry-run lists them), or no row has a label"
-        )
-    elif training.dev is not None:
-        cause = "the best evaluation is of weights equal to base's: leave --eval-every out, or give more --lr"
-    else:
-        cause = "updates are smaller than the weights' dtype resolves: give more --lr or --steps, or --precision mixed"
-    return f"training changed no parameter, the expert equals the base: {cause}"
-
-
-def sigma_line(method: MethodConfig, training: Training, params: Params, base: Params) -> str:
-    """Sigma of SMAT beside the RMS of the update that it trained, with a warning where they are far apart.
-
-    An empty text for other methods, and where sigma is not in units of weights.
-    """
-    own = settings(method)
-    factors = training.lora is not None and training.lora.simulate == "factors"
-    if method.name != "smat" or not (sigma := own.get("sigma")) or own.get("sigma_of") or factors:
-        return ""
-    update = update_rms(params, base)
-    if not update:
-        return ""  # `still_line` says why
-    line, far = beside_update(sigma, update)
-    return f"warning: {line}, far from 1 for this run; `python eval.py diagnose RUN` suggests one" if far else line

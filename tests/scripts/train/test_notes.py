@@ -12,9 +12,9 @@ from smat_fn.checkpoint import load_manifest
 from smat_fn.config import DIGITS, Adapters, Dev, Finetune, Smat, Training
 from smat_fn.data.text import Cut
 from smat_fn.scripts.train.describe import headline
-from smat_fn.scripts.train.noise_level import coarse_line, update_rms
+from smat_fn.scripts.train.noise_level import update_rms
+from smat_fn.scripts.train.notes import coarse_line, cut_notes, never_simulated, sigma_line, still_line
 from smat_fn.scripts.train.options import RunOptions, check_run
-from smat_fn.scripts.train.training import cut_notes, never_simulated, sigma_line, still_line
 
 TRAINING = Training(steps=8, lr=1e-3)
 SIX = Training(steps=6, lr=5e-4)
