@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ... import lora, tree
+from ... import tree
 from ...analyses import mean_loss
 from ...config import Dev, Training
 from ...lora import Lora
 from ...parallel import World
 from ...suites import Suite
 from ...types import Params
+from .variants import whole_weights
 
 
 class Tracked(NamedTuple):
@@ -93,7 +94,7 @@ def curve_of(suite: Suite, task: str, training: Training, adapters: Lora | None)
         raise ValueError(f"suite {suite.name!r} has no batches of its dev split: evaluate by score")
 
     def measure(params: Params) -> float:
-        full = params if adapters is None else {**suite.base, **lora.expand(params, suite.base, adapters)}
+        full = whole_weights(params, suite.base, adapters)
         assert training.dev is not None
         if training.dev.by == "score":
             return suite.score(full, task, "dev")

@@ -229,11 +229,10 @@ def _built(
 ) -> tuple[Method | Sharded, Any, storage.Host | None]:
     """The method on one task, its first state, and base in host memory where the device need not hold base."""
     loss_fn, base = loss_of(suite, task, training), suite.base
-    if training.lora is not None and training.lora.dropout:
-        adapted = adapters_of(loss_fn, training)
-        assert adapted is not None
+    adapters = adapters_of(loss_fn, training)
+    if adapters is not None and adapters.dropout:
         assert isinstance(loss_fn, ModuleLoss), "a suite's losses are of modules"
-        loss_fn = lora.with_dropout(loss_fn, base, adapted, training.lora.dropout)
+        loss_fn = lora.with_dropout(loss_fn, base, adapters, adapters.dropout)
     if training.compiled:
         assert isinstance(loss_fn, ModuleLoss), "a suite's losses are of modules"
         loss_fn = compiled(loss_fn)  # here alone: dev scores and probes run the module as it is
@@ -245,7 +244,6 @@ def _built(
     else:
         base = params
     kept: storage.Host | None = None
-    adapters = adapters_of(loss_fn, training)
     offload = offload_of(method, training, place, suite.base)
     reads_base = any(isinstance(loss, Linearised) for loss in chain(loss_fn))  # whatever the method
     if adapters is None and not reads_base and offloads_base(method, suite.base, offload):

@@ -19,7 +19,7 @@ from . import resuming
 from .logs import check_losses
 from .loop import budget, loss_of, schedules, train_expert
 from .options import RunOptions
-from .variants import adapters_of, sigma_is_auto, training_settings
+from .variants import adapters_of, sigma_is_auto, training_settings, whole_weights
 
 COEF = 0.3  # gamma of the other experts' updates, as `eval.py diagnose` has it
 SHARE, LEAST, MOST = 20, 10, 100  # a short run: this part of the steps, within these bounds
@@ -218,8 +218,7 @@ def _moved(suite: Suite, task: str, training: Training, steps: int, seed: int) -
     except ValueError as error:
         raise ValueError(f"sigma auto, a short run of ft: {error}") from error
     adapters = adapters_of(loss_of(suite, task, own), own)
-    whole = params if adapters is None else lora.expand(params, suite.base, adapters)
-    moved = update_rms(whole, perturbed(suite.base, adapters))
+    moved = update_rms(whole_weights(params, suite.base, adapters), perturbed(suite.base, adapters))
     if not math.isfinite(moved):
         raise ValueError(
             f"sigma auto: the RMS of the update of {task} is {moved} after {steps} steps of ft at learning rate "

@@ -34,7 +34,7 @@ from .notes import coarse_line, cut_notes, never_simulated, sigma_line, still_li
 from .options import RunOptions, check_run
 from .resume_checks import check_resumed
 from .resuming import ResumePoint, Saver, Stop
-from .variants import adapters_of, sigma_is_auto, training_settings
+from .variants import adapters_of, sigma_is_auto, training_settings, whole_weights
 
 WAIT = 600.0  # seconds for another process that writes the base
 
@@ -57,13 +57,6 @@ class Shared(NamedTuple):
     stop: Stop
     world: World
     report: Callable[[str], None]
-
-
-def whole(suite: Suite, expert: Expert, params: Params) -> Params:
-    """All weights of a trained expert, in the dtypes of base."""
-    if expert.adapters is None:
-        return params
-    return {**suite.base, **lora.expand(params, suite.base, expert.adapters)}
 
 
 def save(
@@ -124,7 +117,7 @@ class Kept:
         place = {"index": index, "of": self._run.keep_snapshots, "step": step}
 
         def manifest() -> dict[str, Any]:
-            full = whole(self._suite, self._expert, now)
+            full = whole_weights(now, self._suite.base, self._expert.adapters)
             facts = self._expert.facts | adapted_facts(self._suite, self._expert)
             return checkpoint.describe(full, kind="snapshot", task=task, **facts, snapshot=place)
 
@@ -381,7 +374,7 @@ def _manifest(shared: Shared, expert: Expert, params: Params, log: Log, curve: D
     """
     suite, method, run, _, world, report = shared
     found, task, training = log.cost(), expert.task, expert.training
-    full = whole(suite, expert, params)
+    full = whole_weights(params, suite.base, expert.adapters)
     probed = _probe(shared, task, full)
     still = still_line(training, full, suite.base, log.largest_norm)
     found |= {"warning": still} if still else {}

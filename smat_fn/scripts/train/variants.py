@@ -63,6 +63,11 @@ def adapters_of(loss_fn: LossFn, training: Training) -> Lora | None:
     return Lora(trained, training.lora.rank, training.lora.alpha, **given)  # type: ignore[arg-type]
 
 
+def whole_weights(params: Params, base: Params, adapters: Lora | None) -> Params:
+    """All weights of a trained expert, in the dtypes of base."""
+    return params if adapters is None else {**base, **lora.expand(params, base, adapters)}
+
+
 def training_settings(training: Training, world: World = ALONE) -> dict[str, Any]:
     """The settings of a training as JSON values, without those that are off.
 
