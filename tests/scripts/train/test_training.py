@@ -10,9 +10,9 @@ from statistics import stdev
 import pytest
 import torch
 
-from smat_fn import checkpoint, optim, random, tree
+from smat_fn import checkpoint, mat, optim, random, tree
 from smat_fn.checkpoint import same
-from smat_fn.config import DIGITS, Adapters, Asam, Finetune, Mergopt, Smat, Training
+from smat_fn.config import DIGITS, METHODS, MORE_METHODS, Adapters, Asam, Finetune, Mergopt, Msam, Smat, Training
 from smat_fn.grad import linearised, value_and_grad
 from smat_fn.lora import peft
 from smat_fn.mat.offload import storage
@@ -401,11 +401,11 @@ def test_what_a_suite_prepares_first_is_no_time_of_training(suite, tmp_path, mon
     ("method", "place"),
     [
         (Asam(rho=0.5), "auto"),
-        *(pytest.param(own, "auto", marks=pytest.mark.slow) for own in (Finetune(), Mergopt(b=1e-3, k_max=3))),
+        *(pytest.param(own, "auto", marks=pytest.mark.slow) for own in (Finetune(), Mergopt(b=1e-3, k_max=3), Msam())),
         (SMAT(), "stream"),
         pytest.param(SMAT(), "cpu", marks=pytest.mark.slow),
     ],
-    ids=["asam", "ft", "mergopt", "stream", "cpu"],
+    ids=["asam", "ft", "mergopt", "msam", "stream", "cpu"],
 )
 def test_base_gives_its_memory_back_while_it_is_not_needed(method, place, precision, suite, monkeypatch):
     base = tree.clone(suite.base)
@@ -450,6 +450,24 @@ def test_base_gives_its_memory_back_while_it_is_not_needed(method, place, precis
     assert set(sizes) == {0}
     assert same(base, suite.base)
     assert held == [size, size]  # once in each run
+
+
+def reads_values_of_base(config):
+    """Whether a step of a method needs the values of base; its names and shapes are there."""
+    hyper = {"k_max": 2} if config is Mergopt else {"period": 1} if config is Smat else {}
+    params = {"w": torch.ones(2, 2)}
+    base = {"w": torch.empty(2, 2, device="meta")}
+    method = mat.build_of(config())(lambda p, batch: (p["w"].square().sum(), None), optim.adam(0.1), base, **hyper)
+    try:
+        method.update(random.key(0), method.init(params), ())
+    except (ValueError, RuntimeError):
+        return True
+    return False
+
+
+def test_methods_whose_base_gives_its_memory_back_are_all_that_read_no_value_of_it():
+    free = {config.name for config in (*METHODS, *MORE_METHODS) if not reads_values_of_base(config)}
+    assert free == set(memory.STRUCTURE_ALONE)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # of torch: forward derivatives import it
