@@ -31,7 +31,7 @@ def check_resumed(run: RunOptions, experts: Mapping[str, Mapping[str, Any]], rep
             damaged.append(f"{path} was moved by merge.py transport, not trained: choose another --out, or --overwrite")
             continue
         damaged += problems_of(check_weights, path, found) if ended else []
-        if (of := found.get("task") if ended else last and last.task) not in (None, task):
+        if (of := found.get("task", task) if last is None or ended else last.task) != task:
             file = path if ended else resuming.path_of(out, task)
             damaged.append(f"{file} is of task {of}: give it back the name of that task, or move it to train {task}")
         rows, now = (settings.get("train_rows") or {} for settings in (found, facts))

@@ -35,8 +35,8 @@ class ResumePoint(NamedTuple):
     step: int  # optimizer steps done
     settings: dict[str, Any]  # of the run, as in an expert's manifest
     progress: dict[str, Any]  # of the log
-    code: str | None = None  # that wrote it, of `smat_fn.machine.code`
-    task: str | None = None  # None: of earlier code, which did not say
+    code: str  # that wrote it, of `smat_fn.machine.code`
+    task: str
 
 
 class Interrupted(Exception):
@@ -127,10 +127,10 @@ def read(path: Path) -> ResumePoint | None:
         return None
     with _opened(path) as store:
         facts = json.loads((store.metadata() or {})["facts"])
-    kinds = {"step": int, "settings": dict, "progress": dict}
+    kinds = {"step": int, "settings": dict, "progress": dict, "code": str, "task": str}
     if not isinstance(facts, dict) or not all(isinstance(facts.get(name), kind) for name, kind in kinds.items()):
         raise ValueError(f"{path} does not say which training it is the state of: move it, or put back a copy")
-    return ResumePoint(facts["step"], facts["settings"], facts["progress"], facts.get("code"), facts.get("task"))
+    return ResumePoint(**{name: facts[name] for name in kinds})
 
 
 def begun(out: Path, tasks: Iterable[str], *, besides: Collection[str] = ()) -> Iterator[dict[str, Any]]:
@@ -175,7 +175,7 @@ def restore(path: Path, state: Any) -> Any:
 
         with torch.no_grad():
             found = _crc(metadata["facts"], tensors, taken)
-        if found != metadata.get("crc32", found):  # earlier code wrote none
+        if found != metadata["crc32"]:
             raise ValueError(
                 f"{path} is damaged (CRC-32 {found}, it was {metadata['crc32']}): put back a copy, or remove "
                 "it to train its expert from the start"
@@ -221,12 +221,11 @@ def differences(stored: Mapping[str, Any], now: Mapping[str, Any], *, besides: C
 
     Args: besides: paths of settings that do not count.
     """
-    rows = stored.get("train_rows") or {}  # of earlier code, or a suite that does not know, without some
+    rows = stored.get("train_rows") or {}  # some suites know fewer facts of them
     if "train_rows" in now:
         now = {**now, "train_rows": {name: value for name, value in now["train_rows"].items() if name in rows}}
     old, new = (flat({name: settings.get(name) for name in now}) for settings in (stored, now))
     for settings in (old, new):
-        settings.pop("hyperparameters.offload", None)  # which earlier code wrote
         settings.pop("train_rows.from", None)
         for name in besides:
             settings.pop(name, None)

@@ -198,8 +198,6 @@ def _ended_well(job: Job, run: Path, flags: str) -> bool:
     if not _mark(job).exists():
         return False
     mark = json.loads(_mark(job).read_text(encoding="utf-8"))
-    if not isinstance(mark, dict):  # of a version that did not look at experts
-        return False
     experts = _experts(run)
     whole = experts.keys() & mark["experts"] == set(mark["experts"]) != set()
     return whole and tuple(mark["command"]) == job.command and not _new_tasks(flags, experts)

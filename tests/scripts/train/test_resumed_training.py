@@ -125,12 +125,8 @@ def test_where_smat_keeps_its_base_changes_no_bit_and_belongs_to_no_comparison(t
     after(monkeypatch, 6, kill)
     with pytest.raises(Killed):
         train(tmp_path / "cut", **options, offload="cpu")
-    # as earlier code wrote it
-    path = resuming.path_of(tmp_path / "cut", "rot90")
-    known = resuming.read(path).settings
-    now, before = known, {**known, "hyperparameters": {**known["hyperparameters"], "offload": "cpu"}}
+    known = resuming.read(resuming.path_of(tmp_path / "cut", "rot90")).settings
     assert "offload" not in known["hyperparameters"]
-    assert resuming.differences(before, now) == resuming.differences(now, before) == []
     train(tmp_path / "cut", **options, resume=True, offload="stream")
     train(tmp_path / "cut", **options, resume=True, offload="device")  # finds what it would train
     for task in options["tasks"]:
@@ -567,10 +563,11 @@ def test_a_flipped_bit_in_a_checkpoint_is_an_error(tmp_path):
     saver.path.write_bytes(saver.path.read_bytes()[:-1] + b"\xbf")  # -1.0
     with pytest.raises(ValueError, match=r"a\.safetensors is damaged \(CRC-32 .*: put back a copy, or remove"):
         resuming.restore(saver.path, fresh)
-    with safe_open(saver.path, framework="pt") as store:  # as earlier code wrote it
+    with safe_open(saver.path, framework="pt") as store:
         leaves, facts = {name: store.get_tensor(name) for name in store.keys()}, store.metadata()["facts"]  # noqa: SIM118
     save_file(leaves, saver.path, metadata={"facts": facts})
-    assert resuming.restore(saver.path, fresh).params["w"].tolist() == [1.0, 1.0, -1.0]
+    with pytest.raises(ValueError, match=r"a\.safetensors cannot be read \('crc32'\)"):
+        resuming.restore(saver.path, fresh)
 
 
 def test_a_damaged_checkpoint_is_not_resumed_and_not_called_the_last_good_state(train, tmp_path, monkeypatch):
