@@ -243,14 +243,14 @@ def find(rows: Iterable[Result], runs: Iterable[Run], *, split: str, reference: 
         for a reference other than FT that is not there.
     """
     rows = list(rows)
-    scores, facts = with_muon(_once(row for row in rows if row.split == split), list(runs))
+    scores, facts = with_muon(_distinct(row for row in rows if row.split == split), list(runs))
     scored = {(row.method, row.seed) for row in scores}
     # one model may have rows under two labels, from before with_muon
     facts = [run for run in once(facts) if (run.label, run.seed) in scored]
     others = sorted({row.split for row in rows} - {split})
     way = f"pass --split {others[0]}, or evaluate some with eval.py" if others else "evaluate some with eval.py"
     problems = [] if scores else [f"no {split} scores of any model: {way}"]
-    problems += [f"{problem}: make a report for each suite" for problem in _several(facts)]
+    problems += [f"{problem}: make a report for each suite" for problem in _suite_differences(facts)]
     raise_problems(problems)
     table, costs = main_table(scores, split=split), costs_of(facts, scores)
     found = Found(scores, facts, table, settings_of(facts), costs, reference)
@@ -260,7 +260,7 @@ def find(rows: Iterable[Result], runs: Iterable[Run], *, split: str, reference: 
     return found
 
 
-def _several(runs: Iterable[Run]) -> list[str]:
+def _suite_differences(runs: Iterable[Run]) -> list[str]:
     """Differences between suites, except for seeds and devices, and tasks, which the scores tell."""
     values: dict[str, set[str]] = {}
     for run in runs:
@@ -274,7 +274,7 @@ def _several(runs: Iterable[Run]) -> list[str]:
     ]
 
 
-def _once(rows: Iterable[Result]) -> list[Result]:
+def _distinct(rows: Iterable[Result]) -> list[Result]:
     # two different scores of one thing stay, for `main_table` to refuse
     kept: dict[tuple[Any, ...], Result] = {}
     for row in rows:

@@ -37,7 +37,7 @@ RESULTS = "results.jsonl"
 BASE = "BASE"  # label of the base in tables
 _OF_SCORES = "metric", "rows", "max_new_tokens", "repeats"  # options of suites that say what a score is of
 _OF_TEXTS = "max_length", "rows"  # the same of plain texts
-OTHER = "folder"  # in what stands for the manifest of an expert of another tool: where it lies
+FOREIGN = "folder"  # of an expert of another tool, in what `manifests_of` makes up as its manifest: where it lies
 
 
 class Model(NamedTuple):
@@ -136,7 +136,7 @@ def manifests_of(folders: Sequence[Path]) -> dict[Path, dict[str, Any]]:
     line = merged[0] if merged else {"label": "+".join(given.values()), "seed": 0}
     suite = next((m["suite"] for m in merged if m.get("suite")), None)
     of_all = {"kind": "expert", "label": line["label"], "seed": line["seed"], "hyperparameters": {}, "suite": suite}
-    others = {folder: {**of_all, "task": name, OTHER: str(named(folder)[1])} for folder, name in given.items()}
+    others = {folder: {**of_all, "task": name, FOREIGN: str(named(folder)[1])} for folder, name in given.items()}
     return {folder: others.get(folder) or found[folder] for folder in folders}
 
 
@@ -343,7 +343,7 @@ def _models(
     """
     # third-party experts name no suite, nor does a model merged from them
     named_by = {
-        folder: manifest.get("suite") or _asked(Path(manifest.get(OTHER, folder)), {**implied, **options})
+        folder: manifest.get("suite") or _implied_suite(Path(manifest.get(FOREIGN, folder)), {**implied, **options})
         for folder, manifest in manifests.items()
     }
     models = list[Model]()
@@ -354,7 +354,7 @@ def _models(
     for folder, manifest in manifests.items():
         line = manifest["label"], model_of(manifest), manifest["seed"]
         if (other := rows_of.setdefault(line, folder)) != folder:
-            problems.append(_both(folder, other, line, manifest))
+            problems.append(_named_alike(folder, other, line, manifest))
         if not (recipe := named_by[folder]):
             problems.append(
                 f"{folder} names no suite to be scored on: pass --preset lm (language models), text (text encoders) or "
@@ -363,7 +363,7 @@ def _models(
             continue
         suite, base = _loaded(recipe, named_by.values(), options, loaded)
         models.append(Model(folder, manifest, suite, base))
-        fits = OTHER in manifest or manifest.get("base_fingerprint") == base
+        fits = FOREIGN in manifest or manifest.get("base_fingerprint") == base
         if not fits and manifest["kind"] == "merged":  # perhaps of whole models of other tools
             if (kind := _but_tasks(recipe)) not in wholes:
                 whole = whole_base(suite)
@@ -375,10 +375,10 @@ def _models(
                 "other library versions or threads pretrain another one, train again (third-party experts: give their "
                 "own base as --model, its dtype as --suite-options dtype)"
             )
-        if OTHER in manifest:
+        if FOREIGN in manifest:
             with errors.collected(problems):
                 errors.check_member(f"{folder}: task", manifest["task"], suite.tasks)
-            if os.path.realpath(manifest[OTHER]) != os.path.realpath(str(suite.recipe.get("model", ""))):
+            if os.path.realpath(manifest[FOREIGN]) != os.path.realpath(str(suite.recipe.get("model", ""))):
                 problems += made_problems(suite, [manifest["task"]], split)
         elif strange := [task for task in _tasks(manifest) if task not in suite.tasks]:
             problems.append(
@@ -389,7 +389,8 @@ def _models(
     return models
 
 
-def _both(folder: Path, other: Path, line: tuple[Any, ...], manifest: Mapping[str, Any]) -> str:
+def _named_alike(folder: Path, other: Path, line: tuple[Any, ...], manifest: Mapping[str, Any]) -> str:
+    """The error for two models of one label, name and seed."""
     moved = "transport" in manifest
     made = "its merge.py transport command with --overwrite" if moved else "its train.py command with --resume"
     way = "" if manifest["kind"] == "merged" else f", or rename one of them: {made} --label NAME"
@@ -418,6 +419,7 @@ def _loaded(
 
 
 def _but_tasks(recipe: Mapping[str, Any]) -> str:
+    """A recipe without its tasks, as a key."""
     return json.dumps({name: value for name, value in recipe.items() if name != "tasks"}, default=repr)
 
 
@@ -499,8 +501,8 @@ def _snapshots(expert: Path) -> list[str | None]:
     return [manifest.get("fingerprint") for manifest in manifests if manifest]
 
 
-def _asked(folder: Path, options: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The suite asked for where a checkpoint names none, in the dtype of the checkpoint's leaves if they have one."""
+def _implied_suite(folder: Path, options: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The suite of a checkpoint whose manifest names none: that of the options, in the dtype of the checkpoint."""
     if "name" not in options:
         return None
     try:
@@ -531,8 +533,8 @@ def _weights(model: Model, report: Callable[[str], None]) -> Iterator[tuple[tupl
             yield (task,), _of_suite(folder, task_params(folder, task, base), suite, base), ""
         return
     known = ""
-    if OTHER in manifest:
-        leaves = _of_other_tools(Path(manifest[OTHER]), manifest["task"], suite, report)
+    if FOREIGN in manifest:
+        leaves = _foreign_leaves(Path(manifest[FOREIGN]), manifest["task"], suite, report)
     elif manifest["kind"] == "merged":
         read = checkpoint.load_leaves(folder)[0]
         known = _checked(folder, manifest, read)
@@ -560,7 +562,7 @@ def _checked(folder: Path, manifest: Mapping[str, Any], params: Params) -> str:
     return found
 
 
-def _of_other_tools(folder: Path, task: str, suite: Suite, report: Callable[[str], None]) -> dict[str, Tensor]:
+def _foreign_leaves(folder: Path, task: str, suite: Suite, report: Callable[[str], None]) -> dict[str, Tensor]:
     """The leaves of an expert of another tool, as a merge in memory reads them. Raises: ValueError as `read_inputs`."""
     if "model" not in suite.recipe:
         raise ValueError(f"{folder} cannot be read as an expert of suite {suite.name!r}, which has no model's folder")

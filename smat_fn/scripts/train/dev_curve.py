@@ -61,18 +61,18 @@ class DevCurve:
                 "whether every dev row has something to score"
             )
         self.points.append((done, value))
-        if self._place() == len(self.points) - 1:
+        if self._best_index() == len(self.points) - 1:
             self.best = tree.tree_map(lambda leaf: leaf.detach().clone(), params)
         return {f"dev_{self._dev.by}": value}
 
     def ended(self) -> bool:
         """Whether the last ``patience`` evaluations brought no improvement."""
         patience = self._dev.patience
-        return patience is not None and bool(self.points) and len(self.points) - 1 - self._place() >= patience
+        return patience is not None and bool(self.points) and len(self.points) - 1 - self._best_index() >= patience
 
     def facts(self) -> dict[str, Any]:
         """JSON values for the manifest."""
-        step, value = self.points[self._place()]
+        step, value = self.points[self._best_index()]
         return {"by": self._dev.by, "curve": [list(point) for point in self.points], "step": step, "best": value}
 
     def line(self, steps: int | None) -> str:
@@ -81,7 +81,7 @@ class DevCurve:
         at = f"after {found['step']} of {ended} steps" + (f" (of {steps})" if ended != steps else "")
         return f"dev {found['by']} {found['best']:.4g} {at} is the best of {len(self.points)}, and is kept"
 
-    def _place(self) -> int:
+    def _best_index(self) -> int:
         values = [value for _, value in self.points]
         return values.index(min(values) if self._dev.by == "loss" else max(values))
 

@@ -363,10 +363,10 @@ def test_of_an_expert_of_another_tool_a_suite_takes_its_own_part(tmp_path):
     suite = SimpleNamespace(
         name="own", recipe={"model": str(tmp_path / "base")}, base={"w": base["vision_model.w"]}, reads=None
     )
-    found = evaluation._of_other_tools(tmp_path / "tower", "a", suite, print)
+    found = evaluation._foreign_leaves(tmp_path / "tower", "a", suite, print)
     assert {name: leaf.tolist() for name, leaf in found.items()} == {"w": torch.ones(2, 3).tolist()}
     with pytest.raises(ValueError, match=r"whole differs from its base in 'text_model.w', which suite 'own' takes"):
-        evaluation._of_other_tools(tmp_path / "whole", "a", suite, print)
+        evaluation._foreign_leaves(tmp_path / "whole", "a", suite, print)
 
 
 @pytest.mark.parametrize("trained", [True, False])
@@ -381,11 +381,11 @@ def test_what_no_score_depends_on_may_differ_from_the_base(trained, tmp_path):
     base = {name: start[name] for name in ("embed_tokens.weight", "layers.0.w")[not trained :]}
     suite = SimpleNamespace(name="own", recipe={"model": str(tmp_path / "base")}, base=base, reads=None)
     if trained:
-        found = evaluation._of_other_tools(tmp_path / "tied", "a", suite, print)
+        found = evaluation._foreign_leaves(tmp_path / "tied", "a", suite, print)
         assert_trees_equal(found, {name: other[name] for name in base})
     for label in ("own", "tied")[: 1 + (not trained)]:  # a head of its own, embeddings that are frozen
         with pytest.raises(ValueError, match=rf"{label} differs from its base in '"):
-            evaluation._of_other_tools(tmp_path / label, "a", suite, print)
+            evaluation._foreign_leaves(tmp_path / label, "a", suite, print)
 
 
 def test_results_name_the_suite_that_they_were_scored_on(runs, tmp_path):
