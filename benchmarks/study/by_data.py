@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from smat_fn import checkpoint, merge
 from smat_fn.config import Fisher, RegMean
-from smat_fn.evaluate import Result, score_models
+from smat_fn.evaluate import Result, Scorer, score_model
 from smat_fn.evaluate.results import EXPERT
 from smat_fn.merge.parts.inputs import Leaves
 from smat_fn.suites import Suite
@@ -129,7 +129,14 @@ def add_models(
 
 def tested(trial: Trial, suite: Suite, models: Mapping[str, Leaves], coefs: Mapping[str, float]) -> list[Result]:
     """Test scores."""
-    return score_models(suite, models, "test", method=trial.label, seed=trial.seed, coefs=coefs)
+    scorer, rows = Scorer(suite), list[Result]()
+    for name, params in models.items():
+        tasks = [name.removeprefix(EXPERT)] if name.startswith(EXPERT) else suite.tasks
+        coef = coefs.get(name)
+        rows += score_model(
+            scorer, params, "test", method=trial.label, model=name, seed=trial.seed, tasks=tasks, coef=coef
+        )
+    return rows
 
 
 def searched(trial: Trial, folder: Path, *, moments: bool) -> dict[str, Model]:

@@ -3,9 +3,9 @@
 from .metrics import accuracy
 from .records import Records
 from .results import Result, read_results, write_results
-from .scoring import Scorer, score_bar, score_model, score_models
+from .scoring import Scorer, score_bar, score_model
 
 __all__ = [
-    "Records", "Result", "Scorer", "accuracy", "read_results", "score_bar", "score_model", "score_models",
+    "Records", "Result", "Scorer", "accuracy", "read_results", "score_bar", "score_model",
     "write_results",
 ]  # fmt: skip

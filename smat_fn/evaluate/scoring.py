@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from .. import checkpoint, machine, progress
 from ..types import Params, Suite
 from .records import Answer, Journal, Records, Scored, content_key
-from .results import EXPERT, OTHERS, Result
+from .results import OTHERS, Result
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -168,61 +168,15 @@ def score_model(
     coef: float | None = None,
     fingerprint: str = "",
 ) -> list[Result]:
-    """Score one model on its tasks, and on other tasks, whose rows have a model that begins with `OTHERS`.
+    """One `Result` for each task of a model, and for others, whose rows have a model that begins with `OTHERS`.
 
-    Args:
-        scorer: scores and caches.
-        params: of the model.
-        split: "dev" or "test".
-        method: training method, for the rows; so are model, its name, seed and coef.
-        tasks: its own tasks.
-        others: tasks that it was not made for.
-        fingerprint: of params, where it is known.
-
-    Returns:
-        One `Result` for each task.
-
-    Raises:
-        ValueError: as `Scorer.once`.
+    Args: method, model, seed, coef: for the rows; tasks: those that it was made for; others: further ones; fingerprint:
+        of params, where it is known.
+    Raises: ValueError as `Scorer.once`.
     """
     facts = {"fingerprint": fingerprint or checkpoint.fingerprint(params)}
     rows = []
     for task in (*tasks, *others):
         score = scorer.score(lambda: params, task, split, model=facts, name=f"{method} {model}, seed {seed}")
         rows.append(Result(method, OTHERS + model if task in others else model, task, split, score, seed, coef))
-    return rows
-
-
-def score_models(
-    suite: Suite,
-    models: Mapping[str, Params],
-    split: str,
-    *,
-    method: str,
-    seed: int,
-    coefs: Mapping[str, float] | None = None,
-) -> list[Result]:
-    """Score experts on their own task, and every other model on all tasks of the suite, without a cache.
-
-    Args:
-        suite: the tasks and their metrics.
-        models: parameters by model name; an expert's name is "expert:<task>".
-        split: "dev" or "test".
-        method: training method, for the rows; so is seed.
-        coefs: coefficient by name of a merged model, for the rows.
-
-    Returns:
-        One `Result` per model and task.
-
-    Raises:
-        ValueError: an expert's task is not in the suite, or a score is outside [0, 100].
-    """
-    strangers = [m for m in models if m.startswith(EXPERT) and m.removeprefix(EXPERT) not in suite.tasks]
-    if strangers:
-        raise ValueError(f"models {strangers} are experts of no task of suite {suite.name!r}, which has {suite.tasks}")
-    rows, scorer = list[Result](), Scorer(suite)
-    for model, params in models.items():
-        own = [model.removeprefix(EXPERT)] if model.startswith(EXPERT) else suite.tasks
-        coef = (coefs or {}).get(model)
-        rows += score_model(scorer, params, split, method=method, model=model, seed=seed, tasks=own, coef=coef)
     return rows

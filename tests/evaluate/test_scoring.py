@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from smat_fn import machine
-from smat_fn.evaluate import Records, Result, Scorer, score_bar, score_model, score_models
+from smat_fn.evaluate import Records, Result, Scorer, score_bar, score_model
 from smat_fn.evaluate.records import Answer
 from smat_fn.evaluate.scoring import shares_note
 from smat_fn.suites.suite import BaseSuite
@@ -40,15 +40,6 @@ def at(x):
     return lambda: {"x": torch.tensor(float(x))}
 
 
-def test_experts_are_scored_on_their_task_and_merged_models_on_all(suite):
-    models = {"expert:b": {"x": torch.tensor(20.0)}, "ta": {"x": torch.tensor(50.0)}}
-    assert score_models(suite, models, "test", method="SMAT", seed=5, coefs={"ta": 0.3}) == [
-        Result("SMAT", "expert:b", "b", "test", 32.0, 5),
-        Result("SMAT", "ta", "a", "test", 61.0, 5, 0.3),
-        Result("SMAT", "ta", "b", "test", 62.0, 5, 0.3),
-    ]
-
-
 def test_other_tasks_are_scored_after_the_models_own_and_named_apart(suite):
     scorer, found = Scorer(suite), []
     for model, x, coef in (("expert:a", 20.0, None), ("ta", 50.0, 0.3)):
@@ -62,11 +53,6 @@ def test_other_tasks_are_scored_after_the_models_own_and_named_apart(suite):
         Result("FT", "ta", "a", "test", 61.0, 5, 0.3),
         Result("FT", "other:ta", "b", "test", 62.0, 5, 0.3),
     ]
-
-
-def test_experts_of_no_task_are_refused(suite):
-    with pytest.raises(ValueError, match=r"\['expert:c'\] are experts of no task of suite 'toy'"):
-        score_models(suite, {"expert:c": {}}, "dev", method="FT", seed=0)
 
 
 def test_a_score_is_computed_once_and_its_parameters_only_then_built(counted, tmp_path):
