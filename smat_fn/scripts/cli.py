@@ -183,7 +183,7 @@ def value_of(option: str, words: Sequence[str], default: Any = None) -> Any:
     return found
 
 
-def suite_options(options: type, words: Sequence[str]) -> str:
+def suite_help(options: type, words: Sequence[str]) -> str:
     """The section of ``--help`` on --suite-options: those of the suite of --preset, with the preset's values.
 
     Nothing for a script without --suite-options, and without a known preset in the words or as the default.
@@ -351,7 +351,7 @@ def run(
             more = brief[1] if brief and not whole else {}
             others = {name: inspect.getdoc(kind) or "" for name, (_, kind) in commands.items() if name not in more}
             alone = prog == script and words[0].startswith("-")
-            below = suite_options(options, words) if not first else ""
+            below = suite_help(options, words) if not first else ""
             below += listing("more mergers", more) + listing("commands", others) if alone else ""
             below += f"all options: {script if alone else f'{script} {words[0]}'} --help-all\n" if first else ""
             print(named(below, script) + outcome.HELP, end="")
