@@ -25,6 +25,7 @@ WEIGHTS, INDEX, MANIFEST = "model.safetensors", "model.safetensors.index.json", 
 BASE = "base"  # the folder of the base beside its experts
 JOINT = "joint"  # the folder of a multi-task model beside them, and the kind of its manifest
 SNAPSHOTS = "snapshots"  # beside them too: NUMBER/TASK, parameters of earlier steps
+LOG = ".log.jsonl"  # ends the name of an expert's log beside its folder
 REPLACED = ".replaced"  # ends the name of a file that names an expert which --overwrite has yet to replace
 MOVING = ".moving"  # ends the name of a file for a task whose expert merge.py transport has yet to write
 SOURCES = "sources.json"  # of a merge: where its inputs lie on this machine; not to be published
@@ -263,6 +264,11 @@ def files_below(folder: Path, pattern: str) -> list[Path]:
         folders[:] = [name for name in folders if not name.startswith(".") and name != "lost+found"]
         found += [file for name in fnmatch.filter(names, pattern) if (file := Path(place, name)).is_file()]
     return sorted(found)
+
+
+def logs_below(folder: Path) -> dict[Path, Path]:
+    """The logs of training at or below a folder, by the folder of the expert, which may not be there."""
+    return {log.with_name(log.name.removesuffix(LOG)): log for log in files_below(folder, f"*{LOG}")}
 
 
 def snapshots_of(expert: Path) -> list[Path]:

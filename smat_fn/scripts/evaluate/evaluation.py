@@ -111,11 +111,11 @@ def lacking_experts(paths: Sequence[Path]) -> list[str]:
     """Notes on tasks of runs in these folders that are not scored: what a run began is there, but no expert."""
     notes = []
     for path in (path for path in paths if path.is_dir()):
-        logs = {log.parent / log.name.removesuffix(".log.jsonl") for log in checkpoint.files_below(path, "*.log.jsonl")}
-        runs = {path, *(expert.parent for expert in logs)}
-        logs |= {run / mark.name[1:].removesuffix(MOVING) for run in runs for mark in run.glob(f".*{MOVING}")}
+        begun = {*checkpoint.logs_below(path)}
+        runs = {path, *(expert.parent for expert in begun)}
+        begun |= {run / mark.name[1:].removesuffix(MOVING) for run in runs for mark in run.glob(f".*{MOVING}")}
         empty = {place for run in runs for place in run.iterdir() if place.is_dir() and not any(place.iterdir())}
-        lacking = {place for place in logs | empty if not manifest_of(place) and not place.name.startswith(".")}
+        lacking = {place for place in begun | empty if not manifest_of(place) and not place.name.startswith(".")}
         notes += [f"{place} holds no finished expert: it is not scored" for place in sorted(lacking)]
     return list(dict.fromkeys(notes))
 

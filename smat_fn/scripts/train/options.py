@@ -110,7 +110,7 @@ def check_run(
     for task in dict.fromkeys(rows_of):
         problems += problems_of(check_member, "task", task, known)
     for task in dict.fromkeys(tasks):
-        problems += checkpoint.foreign_problems({run.out / f"{task}.log.jsonl": b'{"step": '})
+        problems += checkpoint.foreign_problems({run.out / f"{task}{checkpoint.LOG}": b'{"step": '})
         if run.resume:
             continue
         problems += _existing(method, training, run, run.out / task, world)

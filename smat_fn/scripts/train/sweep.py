@@ -118,7 +118,7 @@ def _waves(flags: str, waiting: Sequence[Job]) -> list[list[Job]]:
 def progress(out: Path) -> list[Progress]:
     """Every expert that is done or has a log, below a folder. Raises: ValueError where there is none."""
     found = []
-    logs = {log.parent / log.name.removesuffix(".log.jsonl"): log for log in checkpoint.files_below(out, "*.log.jsonl")}
+    logs = checkpoint.logs_below(out)
     manifests = {m.parent for m in checkpoint.files_below(out, checkpoint.MANIFEST)}
     experts = {folder for folder in manifests if manifest_of(folder).get("kind") in resuming.TRAINED}
     for folder in sorted(experts | set(logs)):

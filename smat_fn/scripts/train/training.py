@@ -418,7 +418,7 @@ def _log(shared: Shared, expert: Expert, last: ResumePoint | None) -> Log:
     reset_peak(device)
     key, batch_rows, rates = random.fold_in(random.key(run.seed), task), suite.batch_rows, schedules(training)
     return Log(
-        run.out / f"{task}.log.jsonl",
+        run.out / f"{task}{checkpoint.LOG}",
         task=task,
         total=training.length,
         every=run.log_every,
