@@ -137,10 +137,10 @@ def train(args: Train, world: "parallel.World") -> None:
     own, tasks, seed = args.data, args.data.tasks, args.process.seed
     preset = preset_of(own.preset)
     method = resolve(args.method, preset.methods)
-    options = suite_options(preset, own.suite_options, precision=args.training.precision, **_named(own, preset.suite))
+    given = cli.with_named(own.suite_options, model=own.model, data=own.data)
+    options = suite_options(preset, given, precision=args.training.precision, **_named(own, preset.suite))
     known, options = _tasks(preset.suite, options, tasks)
     only = {"only": tasks} if tasks and "only" in describe_options(preset.suite) else {}
-    cli.with_named(own.suite_options, model=own.model, data=own.data)
     run = _run_options(args, with_rows := tasks or known, preset.seed if seed is None else seed)
     report = partial(print, flush=True) if world.leads else lambda line: None
     if isinstance(method, Mergopt) and method.k_max is None:
