@@ -141,8 +141,8 @@ def tested(trial: Trial, suite: Suite, models: Mapping[str, Leaves], coefs: Mapp
 
 def searched(trial: Trial, folder: Path, *, moments: bool) -> dict[str, Model]:
     """Fisher averaging and RegMean from statistics beside the experts, the coefficient chosen on dev."""
+    from smat_fn.scripts.merge.in_memory import Request, merge_run
     from smat_fn.scripts.merge.inputs import find_inputs
-    from smat_fn.scripts.merge.merging import Request, merge_run
 
     found, inputs = dict[str, Model](), find_inputs(folder)
     ways = {"merged": CONFIGS, **({"adam": (Fisher(weights_from="adam"),)} if moments else {})}

@@ -136,8 +136,8 @@ def _time_left(left: Sequence[Trial], seconds: Mapping[Kind, Sequence[float]], j
 
 
 def _train_and_merge(trial: Trial, folder: Path) -> Outcome:
+    from smat_fn.scripts.merge.in_memory import Request, merge_run
     from smat_fn.scripts.merge.inputs import find_inputs
-    from smat_fn.scripts.merge.merging import Request, merge_run
     from smat_fn.scripts.train.options import RunOptions
     from smat_fn.scripts.train.training import train_run
 
@@ -187,7 +187,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _import() -> None:
-    import smat_fn.scripts.merge.merging
+    import smat_fn.scripts.merge.in_memory
     import smat_fn.scripts.train.training
     import smat_fn.suites.trace  # noqa: F401
 

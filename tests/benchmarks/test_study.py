@@ -25,7 +25,7 @@ from smat_fn.evaluate import Result, Scorer, read_results
 from smat_fn.evaluate.statistics import paired
 from smat_fn.merge import fisher
 from smat_fn.report.tables import main_table, markdown
-from smat_fn.scripts.merge import merging, settings, statistics
+from smat_fn.scripts.merge import in_memory, settings, statistics
 from smat_fn.scripts.merge.choosing import calibrate
 from smat_fn.scripts.merge.inputs import find_inputs, load_inputs
 from smat_fn.scripts.train import training
@@ -210,7 +210,7 @@ def test_a_step_that_is_timed_ends_when_its_loss_is_there():
 @pytest.mark.slow
 def test_a_stopped_trial_leaves_nothing_that_looks_finished(one, first, tmp_path, monkeypatch):
     whole = outcome(one, first[0])
-    for module, name in ((merging, "merge_run"), (training, "train_run")):
+    for module, name in ((in_memory, "merge_run"), (training, "train_run")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, stopped)
             with pytest.raises(KeyboardInterrupt):

@@ -29,7 +29,7 @@ from smat_fn.scripts.analyse import commands, pictures, predictions, scores, wei
 from smat_fn.scripts.analyse import runs as reading
 from smat_fn.scripts.commands import eval as command
 from smat_fn.scripts.evaluate import evaluation
-from smat_fn.scripts.merge import inputs, merging
+from smat_fn.scripts.merge import in_memory, inputs
 from smat_fn.scripts.merge import suite as scoring
 from smat_fn.scripts.merge.inputs import find_inputs, load_inputs
 from smat_fn.scripts.train.options import RunOptions
@@ -318,7 +318,7 @@ def runs(suite, tmp_path_factory):
         configs = [
             c.__class__(**{**vars(c), **({"coef": COEF} if "coef" in vars(c) else {})}) for c in DIGITS.mergers.values()
         ]
-        merging.merge_run(merging.Request(configs, *find_inputs(out), out=out / "merged", search=False, seed=0))
+        in_memory.merge_run(in_memory.Request(configs, *find_inputs(out), out=out / "merged", search=False, seed=0))
     return folder / "ft", folder / "smat"
 
 

@@ -25,7 +25,7 @@ from smat_fn.folders import run as stream
 from smat_fn.folders.parts import Part
 from smat_fn.scripts.analyse import pictures
 from smat_fn.scripts.commands import merge as command
-from smat_fn.scripts.merge import commands, merging, outside, settings, snapshots, streaming
+from smat_fn.scripts.merge import commands, in_memory, on_disk, outside, settings, snapshots
 from smat_fn.scripts.merge import inputs as reading
 from smat_fn.scripts.recipes import load as recipes
 from smat_fn.scripts.recipes.own import Recipe
@@ -155,11 +155,11 @@ def received(monkeypatch):
     for module, name, stub in (
         (torch, "set_num_threads", took("threads")),
         (reading, "all_inputs", lambda run: (run / "base", [run / "a", run / "b"])),
-        (streaming, "order", took("base", "experts")),
-        (streaming, "by_depth", lambda base, configs, lines: (base, lines)),
-        (streaming, "run", took("configs", "order")),
+        (on_disk, "order", took("base", "experts")),
+        (on_disk, "by_depth", lambda base, configs, lines: (base, lines)),
+        (on_disk, "run", took("configs", "order")),
         (outside, "run", took("configs", "order", "asked")),
-        (merging, "merge_run", lambda asked, report: got.update(asked._asdict())),
+        (in_memory, "merge_run", lambda asked, report: got.update(asked._asdict())),
         (snapshots, "find_snapshots", lambda run, experts: {1: [run, *experts]}),
         (recipes, "documents_of", lambda *_: [{}]),
         (recipes, "recipe_of", lambda _, file, **own: got.update(file=file, **own) or RECIPE),

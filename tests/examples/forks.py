@@ -19,7 +19,7 @@ WARM = (
     "transformers.models.auto.image_processing_auto", "transformers.models.llama.modeling_llama",
     "transformers.models.clip.modeling_clip", "transformers.models.vit.modeling_vit", "transformers.integrations",
     "matplotlib.pyplot", "rouge", "sacrebleu", "scipy.special", "markdown_it", "smat_fn.scripts.train.training",
-    "smat_fn.scripts.merge.merging", "smat_fn.scripts.analyse.runs", "smat_fn.scripts.evaluate.sources",
+    "smat_fn.scripts.merge.in_memory", "smat_fn.scripts.analyse.runs", "smat_fn.scripts.evaluate.sources",
     "smat_fn.suites.trace", "smat_fn.suites.clip8", "smat_fn.report.plots",
 )  # fmt: skip
 

@@ -16,7 +16,7 @@ from smat_fn.config import TaskArithmetic
 from smat_fn.folders import merge_folders, plan
 from smat_fn.folders.inputs.hub import push, push_problems
 from smat_fn.models import pretrained
-from smat_fn.scripts.merge import moe, streaming
+from smat_fn.scripts.merge import moe, on_disk
 from smat_fn.scripts.merge.settings import Moe
 from smat_fn.scripts.recipes.resolve import resolve
 
@@ -218,10 +218,10 @@ def test_offline_the_cache_is_read_and_nothing_is_asked(hub, models, tmp_path, m
 @pytest.mark.filterwarnings("ignore:Use 'content=<...>':DeprecationWarning")  # the client's own
 def test_a_merged_model_is_pushed_without_what_is_of_this_machine(hub, models, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", small_hub.TOKEN)
-    order = streaming.order(models / "base", [models / "one"], out=tmp_path / "out", seed=0)
-    (_,) = streaming.stream_run([TA], order)
+    order = on_disk.order(models / "base", [models / "one"], out=tmp_path / "out", seed=0)
+    (_,) = on_disk.stream_run([TA], order)
     made = tmp_path / "out/ta"
-    (line,) = streaming.pushed("owner/merged", public=False, count=1)(made)
+    (line,) = on_disk.pushed("owner/merged", public=False, count=1)(made)
     assert line == f"pushed: {hub.url}/owner/merged/commit/{hub.sha('owner/merged', 'main')}"
     here = {str(file.relative_to(made)): file.read_bytes() for file in made.rglob("*") if file.is_file()}
     assert here.pop(checkpoint.SOURCES)
@@ -241,6 +241,6 @@ def test_what_cannot_be_pushed_is_said_before_anything_is_merged(hub, models, tm
         push(models / "base", "owner/new", private=True, without=[])
     monkeypatch.setenv("HF_TOKEN", small_hub.TOKEN)
     with pytest.raises(ValueError, match="takes one merged model, here are 5"):
-        streaming.pushed("owner/new", public=False, count=5)
+        on_disk.pushed("owner/new", public=False, count=5)
     with pytest.raises(ValueError, match="--public requires"):
-        streaming.pushed(None, public=True, count=1)
+        on_disk.pushed(None, public=True, count=1)

@@ -432,14 +432,14 @@ def in_memory(
 ) -> Iterable[str]:
     """Merge in memory, with --search or --calibrate: coefficients and sparsity are chosen on dev."""
     from smat_fn.merge import CALIBRATION_COEFS
-    from smat_fn.scripts.merge import merging
+    from smat_fn.scripts.merge import in_memory
     from smat_fn.scripts.merge.snapshots import find_snapshots
 
     parts = args.inputs, args.choice, args.output, args.machine
     given = {own.name: (getattr(part, own.name), own.default) for part in parts for own in fields(part)}
     if extra := [f"--{name.replace('_', '-')}" for name in ON_DISK if given[name][0] not in ({}, given[name][1])]:
         raise ValueError(f"{', '.join(extra)}: not available with --search or --calibrate, which merge in memory")
-    asked = merging.Request(
+    asked = in_memory.Request(
         configs,
         base,
         experts,
@@ -458,14 +458,14 @@ def in_memory(
         trials=args.choice.trials,
         lines=args.choice.lines,
     )
-    merging.merge_run(asked, outcome.line)
+    in_memory.merge_run(asked, outcome.line)
     return ()
 
 
 def on_disk(args: Merge, preset: Preset, configs: list[MergerConfig], base: Path, experts: list[Path]) -> Iterable[str]:
     """Merge folders chunk by chunk, with --score after a search, or plan it by --dry-run; yields printed lines."""
     from smat_fn.folders import chunk_of
-    from smat_fn.scripts.merge import streaming
+    from smat_fn.scripts.merge import on_disk
     from smat_fn.scripts.recipes.templates import NOTES, TEMPLATES
 
     template = str(args.output.chat_template)
@@ -480,19 +480,19 @@ def on_disk(args: Merge, preset: Preset, configs: list[MergerConfig], base: Path
         raise ValueError("--lines is not available with --into: leave it out")
     if lines is not None and coefs:
         raise ValueError("--lines and --coefs both give coefficients by parameter: leave one out")
-    part = streaming.chosen_part(args.machine.part, dry_run=args.output.dry_run, push=args.output.push_to_hub)
-    order = streaming.order(
+    part = on_disk.chosen_part(args.machine.part, dry_run=args.output.dry_run, push=args.output.push_to_hub)
+    order = on_disk.order(
         base,
         experts,
         out=args.output.out,
         part=part,
         based=any(config.based for config in configs),
         seed=args.choice.seed,
-        coefs=coefs if lines is None else streaming.by_depth(base, configs, lines),
+        coefs=coefs if lines is None else on_disk.by_depth(base, configs, lines),
         semantics=args.choice.semantics,
         overwrite=args.output.overwrite,
         out_dtype=args.output.out_dtype,
-        shard_size=streaming.bytes_of(args.output.shard_size),
+        shard_size=on_disk.bytes_of(args.output.shard_size),
         chunk=None if args.machine.memory_mib is None else chunk_of(args.machine.memory_mib << 20),
         device=args.machine.device,
         workers=args.machine.threads,
@@ -511,7 +511,7 @@ def on_disk(args: Merge, preset: Preset, configs: list[MergerConfig], base: Path
         ours = args.choice.grid, args.choice.widen, args.choice.trials
         asked = outside.Asked(args.choice.score, args.choice.score_key, *ours)
         return outside.run(configs, order, asked, dry_run=own.dry_run, push=own.push_to_hub, public=own.public)
-    return streaming.run(configs, order, dry_run=own.dry_run, push=own.push_to_hub, public=own.public)
+    return on_disk.run(configs, order, dry_run=own.dry_run, push=own.push_to_hub, public=own.public)
 
 
 def command(script: str, launch: Sequence[str]) -> None:

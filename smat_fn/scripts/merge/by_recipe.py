@@ -10,13 +10,13 @@ from ...folders.files import Hashing
 from ..recipes import load
 from ..recipes.own import Recipe
 from ..recipes.several import placed, steps_of
-from . import streaming
+from . import on_disk
 from .settings import FromRecipe
 
 
 def merge(args: FromRecipe) -> Iterator[str]:
     """Merge as a file says; yields a summary of each of its merges."""
-    part = streaming.chosen_part(args.part, dry_run=args.dry_run, push=args.push_to_hub)
+    part = on_disk.chosen_part(args.part, dry_run=args.dry_run, push=args.push_to_hub)
     first, *more = load.documents_of(args.file, "a recipe")
     if more:
         yield from _several(args, [first, *more])
@@ -41,7 +41,7 @@ def _several(args: FromRecipe, documents: Sequence[Mapping[str, Any]]) -> Iterat
             if not (step.needs or args.dry_run):
                 with errors.collected(problems, of=step.label):
                     found = load.recipe_of(placed(step, {}), args.file, into=args.into, partial=args.partial)
-                    streaming.plan_run([found.config], _order(args, found, step.folder(args.out)), hashing)
+                    on_disk.plan_run([found.config], _order(args, found, step.folder(args.out)), hashing)
         errors.raise_problems(problems)
         yield from (f"note: {note}" for note in notes)
         for step in steps:
@@ -62,22 +62,22 @@ def _merge(
     order = _order(args, found, out, part)
     yield from (f"note: {note}" for note in found.notes)
     how: Any = {"dry_run": args.dry_run, "push": args.push_to_hub, "public": args.public, "hashing": hashing}
-    yield from streaming.run([found.config], order, **how)
+    yield from on_disk.run([found.config], order, **how)
 
 
-def _order(args: FromRecipe, found: Recipe, out: Path, part: Part | None = None) -> streaming.Order:
+def _order(args: FromRecipe, found: Recipe, out: Path, part: Part | None = None) -> on_disk.Order:
     given = dict(found.options)
     seed = given.pop("seed", 0)
     seed = seed if args.seed is None else args.seed
     if args.shard_size is not None:
-        given["shard_size"] = streaming.bytes_of(args.shard_size)
+        given["shard_size"] = on_disk.bytes_of(args.shard_size)
     given |= {
         name: value
         for name in ("vocabulary", "config_from", "heads", "into", "device")
         if (value := getattr(args, name)) is not None
     }
     given["partial"] = args.partial or given.get("partial", False)
-    return streaming.order(
+    return on_disk.order(
         found.base,
         found.experts,
         out=out,

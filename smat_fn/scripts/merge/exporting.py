@@ -21,9 +21,9 @@ from ..recipes.places import folder_name
 from .card import exported_card, licenses_of, rounding
 from .finished import hashes, texts
 from .inputs import manifest_of, model_names
+from .on_disk import bytes_of, leaves_of
 from .origin import key_of_base, origin_of
 from .settings import Export
-from .streaming import bytes_of, leaves_of
 
 
 def export(model: Path, base: Path, out: Path, *, task: str | None = None, **options: Unpack[Options]) -> Report:

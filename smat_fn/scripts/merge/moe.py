@@ -27,8 +27,8 @@ from ..recipes.problems import DTYPES
 from .card import card, licenses_of
 from .finished import differences, hashes, other_inputs, texts
 from .inputs import facts_of, manifest_of, rewritten_meanwhile
+from .on_disk import bytes_of, expert_prints, fingerprints_of
 from .settings import Moe
-from .streaming import bytes_of, expert_prints, fingerprints_of
 
 States: TypeAlias = Callable[[Sequence[str]], Tensor]  # (layers, width) of prompts
 

@@ -28,8 +28,8 @@ from .. import outcome
 from ..signals import leaving_on_signals
 from .choosing import is_open
 from .finished import is_merged
+from .on_disk import Order, kept_of, options_of, plan_run, plan_text, pushed, stream_run, summary
 from .searched import weights_text
-from .streaming import Order, kept_of, options_of, plan_run, plan_text, pushed, stream_run, summary
 
 MODEL, FILES = "{model}", "{out}"  # in a command: the folder of a candidate, and one for the program's own files
 LOGS = "logs"  # folder in --out with the output of the command for each candidate

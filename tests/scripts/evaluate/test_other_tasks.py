@@ -11,9 +11,9 @@ from smat_fn.report.tables import main_table, other_table
 from smat_fn.scripts.evaluate import evaluation
 from smat_fn.scripts.evaluate.evaluation import evaluate, find_checkpoints, write_report
 from smat_fn.scripts.evaluate.sources import read_sources
-from smat_fn.scripts.merge import streaming
+from smat_fn.scripts.merge import on_disk
+from smat_fn.scripts.merge.in_memory import Request, merge_run
 from smat_fn.scripts.merge.inputs import find_inputs
-from smat_fn.scripts.merge.merging import Request, merge_run
 
 OWN, OTHERS = ("rot90", "mirror"), ("negative", "stripes")
 
@@ -113,7 +113,7 @@ def test_what_has_no_other_task_is_refused_before_anything_is_scored(runs, folde
 
 def test_a_model_for_each_task_has_none_for_others(folders, tmp_path):
     run = folders[-1].parent
-    list(streaming.stream_run([Emr()], streaming.order(*find_inputs(run), out=tmp_path, seed=0)))
+    list(on_disk.stream_run([Emr()], on_disk.order(*find_inputs(run), out=tmp_path, seed=0)))
     notes = []
     several = find_checkpoints([tmp_path])
     found = evaluate([*folders, *several], other_tasks=(), report=notes.append)

@@ -7,9 +7,9 @@ import torch
 
 from smat_fn import checkpoint, merge
 from smat_fn.config import TaskArithmetic, TsvMerge, WeightAverage
-from smat_fn.scripts.merge import commands, merging, settings
+from smat_fn.scripts.merge import commands, in_memory, settings
+from smat_fn.scripts.merge.in_memory import Request, merge_run
 from smat_fn.scripts.merge.inputs import find_inputs, load_inputs
-from smat_fn.scripts.merge.merging import Request, merge_run
 
 
 def same(a, b):
@@ -45,7 +45,7 @@ def test_every_block_gets_the_coefficient_of_the_best_dev_score(config, runs, su
     assert same(checkpoint.load_leaves(tmp_path / "disk" / config.name)[0], found.params)
     (again,) = merge_run(Request([config], base, experts, sweeps=2, **options)).values()
     assert again.kept
-    assert ", then by block, dev " in next(iter(merging.summary({tmp_path: again})))
+    assert ", then by block, dev " in next(iter(in_memory.summary({tmp_path: again})))
     with pytest.raises(ValueError, match=r"holds another merge: its asked\.sweeps is 2"):
         merge_run(Request([config], base, experts, sweeps=1, **options))
 

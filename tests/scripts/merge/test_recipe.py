@@ -20,7 +20,7 @@ from smat_fn.checkpoint import RECIPE
 from smat_fn.config import TaskArithmetic
 from smat_fn.scripts import entry
 from smat_fn.scripts.cli import spoken
-from smat_fn.scripts.merge import commands, exporting, settings, streaming
+from smat_fn.scripts.merge import commands, exporting, on_disk, settings
 from smat_fn.scripts.recipes import resolve
 from smat_fn.scripts.recipes.load import fields_of, recipe_of
 
@@ -925,7 +925,7 @@ def test_the_file_in_an_output_takes_the_inputs_that_it_names(models, tmp_path, 
     monkeypatch.chdir(tmp_path / "one/ck")
 
     def written(experts, place, base=base):
-        (_,) = streaming.stream_run([TaskArithmetic(coef=1.0)], streaming.order(base, experts, out=place, seed=0))
+        (_,) = on_disk.stream_run([TaskArithmetic(coef=1.0)], on_disk.order(base, experts, out=place, seed=0))
         return place / "ta" / RECIPE
 
     def repeated(file, place):
@@ -988,8 +988,8 @@ def test_a_finished_merge_is_kept_for_the_same_layers_and_tokenizers_alone(model
     places = {name: shutil.copytree(models / name, tmp_path / name) for name in ("BASE", "A", "B_OTHER_VOCABULARY")}
 
     def merge(base, expert, out="out", **options):
-        order = streaming.order(Path(base), {"x": Path(expert)}, out=tmp_path / out, seed=0, **options)
-        ((_, report),) = streaming.stream_run([TaskArithmetic(coef=0.5)], order)
+        order = on_disk.order(Path(base), {"x": Path(expert)}, out=tmp_path / out, seed=0, **options)
+        ((_, report),) = on_disk.stream_run([TaskArithmetic(coef=0.5)], order)
         return report
 
     a, b = places["BASE"], places["A"]

@@ -7,7 +7,7 @@ import torch
 
 from smat_fn.config import Dare, TaskArithmetic
 from smat_fn.evaluate import Scorer
-from smat_fn.scripts.merge import merging
+from smat_fn.scripts.merge import in_memory
 from smat_fn.scripts.merge import suite as scoring
 from smat_fn.scripts.merge.choosing import calibrate, merge_one, rerank
 from smat_fn.scripts.merge.inputs import Inputs, find_inputs
@@ -125,11 +125,11 @@ def test_the_card_and_manifest_tell_both_stages(runs, suite, tmp_path, monkeypat
     sampled = suite.replace(repeats={"mirror": 2}, score_once=lambda params, task, split, repeat: 10.0 + repeat)
     monkeypatch.setattr(scoring, "load_suite", lambda **recipe: sampled)
     inputs = find_inputs(runs["ft"])
-    (model,) = merging.merge_run(
-        merging.Request([TaskArithmetic()], *inputs, out=tmp_path, search=True, seed=0)
+    (model,) = in_memory.merge_run(
+        in_memory.Request([TaskArithmetic()], *inputs, out=tmp_path, search=True, seed=0)
     ).values()
     assert model.finals == ((0.1, 10.125), (0.2, 10.125))
-    assert merging.checkpoint.load_manifest(tmp_path / "ta")["dev_finals"] == [[0.1, 10.125], [0.2, 10.125]]
+    assert in_memory.checkpoint.load_manifest(tmp_path / "ta")["dev_finals"] == [[0.1, 10.125], [0.2, 10.125]]
     assert (
         "the best were decoded again, means over decodes: 0.1: 10.12, 0.2: 10.12"
         in (tmp_path / "ta" / "README.md").read_text()

@@ -25,7 +25,7 @@ from smat_fn.config import (
 )
 from smat_fn.evaluate import Scorer
 from smat_fn.scripts.commands import merge as command
-from smat_fn.scripts.merge import merging
+from smat_fn.scripts.merge import in_memory
 from smat_fn.scripts.merge import suite as scoring
 from smat_fn.scripts.merge.choosing import merge_one
 from smat_fn.scripts.merge.inputs import Inputs
@@ -144,7 +144,7 @@ def test_of_equal_scores_the_first_combination_as_typed_wins_and_notes_say_so(in
     assert [own.options for own in found.tuned] == [
         {"ratio": ratio, "least": least} for ratio in (0.6, 0.2) for least in (3, 1)
     ]
-    of_coefs, of_options = merging.tied(found)
+    of_coefs, of_options = in_memory.tied(found)
     assert of_coefs.startswith("all 10 coefficients have the same dev score, 50.00: 0.1 is only the smallest")
     assert of_options.startswith(
         "all 4 combinations of options have the same dev score, 50.00: ratio 0.6, least 3 is only the first"
@@ -222,8 +222,8 @@ def searched(runs, out, over, config=None, report=print, **options):
     given = {"search": True, "seed": 0, "coefs": (0.2, 0.5), **options}
     config = Consensus(ratio=0.0) if config is None else config
     experts = [runs["ft"] / task for task in TASKS]
-    asked = merging.Request([config], runs["ft"] / "base", experts, out=out, over=over, **given)
-    (found,) = merging.merge_run(asked, report).values()
+    asked = in_memory.Request([config], runs["ft"] / "base", experts, out=out, over=over, **given)
+    (found,) = in_memory.merge_run(asked, report).values()
     return found
 
 
@@ -249,7 +249,7 @@ def test_an_interrupted_search_over_options_resumes_and_a_finished_one_is_kept(r
     assert len(made) == 3  # the chosen one
     again = searched(runs, tmp_path / "whole", OVER)
     assert again.kept
-    lines = [list(merging.summary({tmp_path: model._replace(kept=False, notes=())})) for model in (whole, again)]
+    lines = [list(in_memory.summary({tmp_path: model._replace(kept=False, notes=())})) for model in (whole, again)]
     assert lines[0] == lines[1]
     with pytest.raises(ValueError, match=r"holds another merge: its asked\.over\.ratio is"):
         searched(runs, tmp_path / "whole", {"ratio": (0.2,), "least": (2, 1)})
@@ -297,7 +297,7 @@ def test_factors_by_depth_apply_to_every_combination(runs, tmp_path):
 
 
 def test_combinations_out_of_range_are_errors_before_anything_is_loaded(runs, tmp_path, monkeypatch):
-    monkeypatch.setattr(merging, "load_inputs", lambda *args, **options: pytest.fail("weights were read"))
+    monkeypatch.setattr(in_memory, "load_inputs", lambda *args, **options: pytest.fail("weights were read"))
     (tmp_path / "consensus").mkdir()
     with pytest.raises(ValueError, match="ratio is -1") as error:
         searched(runs, tmp_path, {"ratio": (-1.0, 0.2, float("inf")), "least": (-3, 1)}, coefs=(0.1, 0.1))

@@ -9,7 +9,7 @@ import torch
 from smat_fn import checkpoint
 from smat_fn.config import Emr, TallMask
 from smat_fn.scripts.evaluate import evaluation
-from smat_fn.scripts.merge import finished, streaming
+from smat_fn.scripts.merge import finished, on_disk
 from smat_fn.scripts.merge.exporting import export
 from smat_fn.scripts.merge.inputs import find_inputs
 
@@ -26,7 +26,7 @@ def merged(inputs, tmp_path_factory):
     """A folder with a folder of each merger, of two experts."""
     base, experts = inputs
     out = tmp_path_factory.mktemp("several")
-    list(streaming.stream_run(ALL, streaming.order(base, experts[:2], out=out, seed=0)))
+    list(on_disk.stream_run(ALL, on_disk.order(base, experts[:2], out=out, seed=0)))
     return out
 
 
@@ -39,7 +39,7 @@ def test_a_task_is_exported_with_the_bits_of_its_own_merge(config, inputs, merge
     base, experts = inputs
     for task in (path.name for path in experts[:2]):
         one = type(config)(**{**vars(config), "task": task})
-        list(streaming.stream_run([one], streaming.order(base, experts[:2], out=tmp_path / task, seed=0)))
+        list(on_disk.stream_run([one], on_disk.order(base, experts[:2], out=tmp_path / task, seed=0)))
         export(merged / config.name, base, tmp_path / task / "exported", task=task)
         own = (tmp_path / task / config.name / checkpoint.WEIGHTS).read_bytes()
         assert (tmp_path / task / "exported" / checkpoint.WEIGHTS).read_bytes() == own
@@ -64,10 +64,10 @@ def test_manifest_card_and_verification(inputs, merged):
     assert all(f"{task} {scale:.6g}" in card for task, scale in manifest["scales"].items())
     count, problems = finished.verify(merged / "emr")
     assert (count, problems) == (2 + 3, [])  # files, and the weights of base and of two experts
-    again = streaming.stream_run(ALL, streaming.order(base, experts[:2], out=merged, seed=0))
+    again = on_disk.stream_run(ALL, on_disk.order(base, experts[:2], out=merged, seed=0))
     assert [report for _, report in again] == [None, None]  # done before
     with pytest.raises(ValueError, match="holds another merge"):
-        list(streaming.stream_run([Emr(coef=0.5)], streaming.order(base, experts[:2], out=merged, seed=0)))
+        list(on_disk.stream_run([Emr(coef=0.5)], on_disk.order(base, experts[:2], out=merged, seed=0)))
 
 
 def test_masks_that_have_changed_are_exported_nowhere(inputs, merged, tmp_path):
@@ -98,15 +98,15 @@ def test_another_base_a_part_and_a_task_of_one_model_are_refused(inputs, merged,
         export(merged / "emr", base, tmp_path / "out", task="nine")
     with pytest.raises(ValueError, match="is one model: leave out --task"):
         export(experts[0], base, tmp_path / "out", task="nine")
-    part = streaming.chosen_part("1/2", dry_run=False, push=None)
+    part = on_disk.chosen_part("1/2", dry_run=False, push=None)
     with pytest.raises(ValueError, match="--part requires one model: give --task"):
-        list(streaming.stream_run([Emr()], streaming.order(base, experts[:2], out=tmp_path, seed=0, part=part)))
+        list(on_disk.stream_run([Emr()], on_disk.order(base, experts[:2], out=tmp_path, seed=0, part=part)))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_plan_counts_the_vector_and_the_masks(inputs, merged, tmp_path):
     base, experts = inputs
-    planned = streaming.plan_run([Emr()], streaming.order(base, experts[:2], out=tmp_path, seed=0))
+    planned = on_disk.plan_run([Emr()], on_disk.order(base, experts[:2], out=tmp_path, seed=0))
     assert planned[tmp_path / "emr"].disk == (merged / "emr" / "vector.safetensors").stat().st_size
     assert list(tmp_path.iterdir()) == []
 

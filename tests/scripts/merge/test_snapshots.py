@@ -11,10 +11,10 @@ from smat_fn import checkpoint, merge
 from smat_fn.checkpoint import same
 from smat_fn.config import Fisher, TaskArithmetic, Training, WeightAverage
 from smat_fn.evaluate import Scorer
-from smat_fn.scripts.merge import commands, settings, streaming
+from smat_fn.scripts.merge import commands, on_disk, settings
 from smat_fn.scripts.merge.choosing import Merged
+from smat_fn.scripts.merge.in_memory import Request, merge_run
 from smat_fn.scripts.merge.inputs import Inputs, find_inputs, load_inputs
-from smat_fn.scripts.merge.merging import Request, merge_run
 from smat_fn.scripts.merge.snapshots import choose_snapshot, find_snapshots
 
 TASKS = "mirror", "rot90"
@@ -84,8 +84,8 @@ def test_depth_and_a_coefficient_for_each_block_go_with_snapshots(run, tmp_path)
     for path, factor in factors.items():
         assert merge.coef_of(path, rules) == found.layers.coefs[merge.block_prefix(path)] * factor
     assert len({*factors.values()}) == 2
-    order = streaming.order(base, chosen, out=tmp_path / "disk", seed=0, coefs=rules)
-    list(streaming.stream_run([config], order))
+    order = on_disk.order(base, chosen, out=tmp_path / "disk", seed=0, coefs=rules)
+    list(on_disk.stream_run([config], order))
     for path, leaf in checkpoint.load_leaves(tmp_path / "disk" / "ta")[0].items():
         torch.testing.assert_close(leaf, found.params[path], rtol=0, atol=1e-6)
     with pytest.raises(ValueError, match=r"holds another merge: its asked\.lines is"):
@@ -158,8 +158,8 @@ def test_statistics_of_every_snapshot_are_asked_for_first(run, tmp_path):
 def test_snapshots_of_one_task_are_merged_as_any_experts(run, tmp_path, monkeypatch):
     places = {"1": run / "snapshots" / "1" / "rot90", "2": run / "snapshots" / "2" / "rot90", "last": run / "rot90"}
     named = [Path(f"{name}={place}") for name, place in places.items()]
-    order = streaming.order(run / "base", named, out=tmp_path, seed=0)
-    list(streaming.stream_run([WeightAverage()], order))
+    order = on_disk.order(run / "base", named, out=tmp_path, seed=0)
+    list(on_disk.stream_run([WeightAverage()], order))
     merged = checkpoint.load_leaves(tmp_path / "wa")[0]
     every = [checkpoint.load_leaves(path)[0] for path in places.values()]
     assert same(merged, merge.weight_average(every))

@@ -15,9 +15,9 @@ from smat_fn.config import Fisher, RegMean
 from smat_fn.data.batching import split_rows
 from smat_fn.folders.writing import locked
 from smat_fn.merge.statistics import diagonal_fisher, drawn_labels, input_grams
-from smat_fn.scripts.merge import statistics, streaming
+from smat_fn.scripts.merge import on_disk, statistics
+from smat_fn.scripts.merge.in_memory import Request, merge_run
 from smat_fn.scripts.merge.inputs import find_inputs, load_inputs, read_statistics
-from smat_fn.scripts.merge.merging import Request, merge_run
 from smat_fn.scripts.merge.settings import Statistics
 
 DEFAULTS = {"kinds": ("fisher", "gram"), "rows": 20, "seed": 3}
@@ -129,11 +129,11 @@ def test_memory_and_disk_agree_and_memory_searches(config, known, suite, tmp_pat
     base, experts = find_inputs(known)
     options = {"seed": 0, "overwrite": False}
     (plain,) = merge_run(Request([config], base, experts, out=tmp_path / "memory", search=False, **options)).values()
-    order = streaming.order(base, experts, out=tmp_path / "disk", seed=0)
-    list(streaming.stream_run([config], order))
+    order = on_disk.order(base, experts, out=tmp_path / "disk", seed=0)
+    list(on_disk.stream_run([config], order))
     stored = checkpoint.load_leaves(tmp_path / "disk" / config.name)[0]
     assert all(torch.equal(leaf, stored[path]) for path, leaf in plain.params.items())
-    assert [report for _, report in streaming.stream_run([config], order)] == [None]  # it is kept
+    assert [report for _, report in on_disk.stream_run([config], order)] == [None]  # it is kept
     searched = type(config)()
     options |= {"search": True, "coefs": (0.4, 0.8), "out": tmp_path / "searched"}
     (best,) = merge_run(Request([searched], base, experts, **options)).values()
@@ -196,7 +196,7 @@ def test_statistics_that_are_not_finite_are_refused_in_memory_and_on_disk(config
     with pytest.raises(ValueError, match=rf"{kind}\.safetensors holds \d+ values that are NaN or infinite"):
         merge_run(Request([config], base, experts, out=tmp_path / "memory", search=False, seed=0))
     with pytest.raises(ValueError, match=rf"{kind}\.safetensors holds values that are NaN or infinite: compute it"):
-        list(streaming.stream_run([config], streaming.order(base, experts, out=tmp_path / "disk", seed=0)))
+        list(on_disk.stream_run([config], on_disk.order(base, experts, out=tmp_path / "disk", seed=0)))
     assert not (tmp_path / "memory").exists()
     assert not (tmp_path / "disk" / config.name).exists()
 
@@ -210,7 +210,7 @@ def test_fishers_of_different_labels_are_refused_in_memory_and_on_disk(known, tm
     with pytest.raises(ValueError, match=told):
         merge_run(Request([Fisher(coef=0.8)], base, experts, out=tmp_path / "memory", search=False, seed=0))
     with pytest.raises(ValueError, match=told):
-        list(streaming.stream_run([Fisher(coef=0.8)], streaming.order(base, experts, out=tmp_path / "disk", seed=0)))
+        list(on_disk.stream_run([Fisher(coef=0.8)], on_disk.order(base, experts, out=tmp_path / "disk", seed=0)))
 
 
 def test_experts_run_in_the_dtypes_of_base(known, suite, tmp_path):

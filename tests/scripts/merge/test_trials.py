@@ -9,9 +9,9 @@ from smat_fn import checkpoint, merge
 from smat_fn.config import TaskArithmetic, Ties, TsvMerge, WeightedAverage
 from smat_fn.evaluate import Scorer
 from smat_fn.scripts.commands import merge as command
-from smat_fn.scripts.merge import commands, merging, settings
+from smat_fn.scripts.merge import commands, in_memory, settings
+from smat_fn.scripts.merge.in_memory import Request, merge_run
 from smat_fn.scripts.merge.inputs import find_inputs, load_inputs
-from smat_fn.scripts.merge.merging import Request, merge_run
 
 TASKS = ("mirror", "rot90")
 TIES = Ties(keep=0.4, aggregate="sum", scope="global")
@@ -86,7 +86,7 @@ def test_card_manifest_and_summary_hold_the_weights_and_another_number_of_trials
     assert "Then CMA-ES tried 8 models with other weights of the experts. The best dev score, " in card
     assert f"{found.weighted.score:.2f} at {text.replace(' rot90', ', rot90')}, is optimistic" in card
     assert f"that at the first weights (mirror 1, rot90 1) is {found.weighted.curve[0][1]:.2f}." in card
-    assert f", coef {found.coef:g}" in (line := next(iter(merging.summary({folder: found}))))
+    assert f", coef {found.coef:g}" in (line := next(iter(in_memory.summary({folder: found}))))
     assert line.endswith(f", weights {text}, dev {found.weighted.score:.2f}")
     said = [own for own in capsys.readouterr().err.splitlines() if ", trial " in own]
     rising = [score for _, score in found.weighted.curve]
@@ -162,7 +162,7 @@ def settings_of(config):
     ],
 )
 def test_what_cannot_be_tried_is_an_error_before_anything_is_loaded(merger, choice, text, runs, tmp_path, monkeypatch):
-    monkeypatch.setattr(merging, "load_inputs", lambda *args, **options: pytest.fail("weights were read"))
+    monkeypatch.setattr(in_memory, "load_inputs", lambda *args, **options: pytest.fail("weights were read"))
     options = command.Merge(
         merger=merger, inputs=command.Inputs(run=runs["ft"]), machine=command.Machine(),
         choice=command.Choices(**{"search": True, "trials": 8, **choice}), output=command.Outputs(out=tmp_path / "out"),

@@ -36,11 +36,11 @@ from smat_fn.folders.inputs.opening import read_inputs
 from smat_fn.scripts.analyse import scores
 from smat_fn.scripts.analyse.runs import Run, merged_params
 from smat_fn.scripts.commands import merge as command
-from smat_fn.scripts.merge import commands, merging, settings, streaming
+from smat_fn.scripts.merge import commands, in_memory, on_disk, settings
 from smat_fn.scripts.merge import suite as suite_of
 from smat_fn.scripts.merge.choosing import Merged, calibrate, merge_one
+from smat_fn.scripts.merge.in_memory import Request, merge_run, notes_of, summary, tied
 from smat_fn.scripts.merge.inputs import Inputs, find_inputs, load_inputs, trained_by
-from smat_fn.scripts.merge.merging import Request, merge_run, notes_of, summary, tied
 
 MERGERS = list(DIGITS.mergers.values())
 TA, TWO = TaskArithmetic(coef=0.3), ("stripes", "mirror")
@@ -337,9 +337,9 @@ def test_a_search_scales_by_depth_and_gives_what_folders_give(runs, tmp_path):
     expected = merge.apply_vector(inputs.base, merge.lines(vector, low=0.25, high=1.0), coef=found.coef)
     assert same(found.params, expected)
     config = TaskArithmetic(coef=found.coef)
-    coefs = streaming.by_depth(run / "base", [config], (0.25, 1.0))
-    order = streaming.order(run / "base", experts, out=tmp_path / "disk", seed=0, coefs=coefs)
-    ((disk, _),) = streaming.stream_run([config], order)
+    coefs = on_disk.by_depth(run / "base", [config], (0.25, 1.0))
+    order = on_disk.order(run / "base", experts, out=tmp_path / "disk", seed=0, coefs=coefs)
+    ((disk, _),) = on_disk.stream_run([config], order)
     for path, leaf in checkpoint.load_leaves(disk)[0].items():
         torch.testing.assert_close(leaf, expected[path], rtol=1e-5, atol=1e-7)
     with pytest.raises(ValueError, match="holds another merge: its asked"):
@@ -354,13 +354,13 @@ def test_factors_by_depth_that_make_no_sense_are_refused_before_any_merging(runs
     with pytest.raises(ValueError, match=r"--lines nan must be finite; slerp has no task vector with a coefficient"):
         merge_run(Request([Slerp(coef=0.5)], run / "base", experts, lines=(float("nan"), 1.0), **given))
     with pytest.raises(ValueError, match="wa has no task vector with a coefficient: leave out --lines"):
-        streaming.by_depth(run / "base", [WeightAverage()], (0.2, 1.0))
+        on_disk.by_depth(run / "base", [WeightAverage()], (0.2, 1.0))
     with pytest.raises(ValueError, match="--lines multiplies a coefficient: pass --coef, or --search"):
-        streaming.by_depth(run / "base", [TaskArithmetic()], (0.2, 1.0))
+        on_disk.by_depth(run / "base", [TaskArithmetic()], (0.2, 1.0))
     flat = tmp_path / "flat"
     checkpoint.save_expert(flat, {"w": torch.zeros(2)}, {})
     with pytest.raises(ValueError, match="no two blocks"):
-        streaming.by_depth(flat, [TA], (0.2, 1.0))
+        on_disk.by_depth(flat, [TA], (0.2, 1.0))
     assert not (tmp_path / "out").exists()
 
 
@@ -482,7 +482,7 @@ def test_adapters_of_other_tools_merge_in_memory_as_on_disk(runs, tmp_path):
     folders.extract_lora(base, runs["ft"] / two, tmp_path / two, rank=3)
     experts = [runs["ft"] / one, tmp_path / two]
     merge_run(Request([TA], base, experts, out=tmp_path / "memory", search=False, seed=0))
-    list(streaming.stream_run([TA], streaming.order(base, experts, out=tmp_path / "disk", seed=0)))
+    list(on_disk.stream_run([TA], on_disk.order(base, experts, out=tmp_path / "disk", seed=0)))
     left, right = (checkpoint.load_leaves(tmp_path / place / "ta")[0] for place in ("memory", "disk"))
     assert same(left, right)
     whole = merge.task_arithmetic(*load_inputs(base, [runs["ft"] / task for task in TWO])[:2], coef=0.3)
@@ -530,8 +530,8 @@ def test_adapters_on_a_base_in_bfloat16_merge_in_memory_as_on_disk(manifest, tmp
             (place / checkpoint.MANIFEST).unlink()
     for config in (TA, WeightAverage()):
         merge_run(Request([config], tmp_path / "base", experts, out=tmp_path / "memory", search=False, seed=0))
-        order = streaming.order(tmp_path / "base", experts, out=tmp_path / "disk", seed=0)
-        list(streaming.stream_run([config], order))
+        order = on_disk.order(tmp_path / "base", experts, out=tmp_path / "disk", seed=0)
+        list(on_disk.stream_run([config], order))
         left, right = (checkpoint.load_leaves(tmp_path / place / config.name)[0] for place in ("memory", "disk"))
         assert same(left, right)
         assert {leaf.dtype for leaf in left.values()} == {torch.bfloat16}
@@ -624,9 +624,9 @@ def test_the_places_of_a_stack_of_one_folder_name_it_once(tmp_path):
     file.parent.mkdir()
     file.write_bytes(b"")
     stack = Path(f"{file.parent}[0:2]+{file.parent}[3:4]")
-    places = merging._files_of(file.parent, Inputs({}, {}, {}, {"s": stack}))
+    places = in_memory._files_of(file.parent, Inputs({}, {}, {}, {"s": stack}))
     assert places == {"base": [file], "expert 's'": [file]}
-    assert json.loads(merging.sources_text(places, {}))["expert 's'"] == {file.name: str(file)}
+    assert json.loads(in_memory.sources_text(places, {}))["expert 's'"] == {file.name: str(file)}
 
 
 def test_a_search_in_which_all_coefficients_tie_says_so():

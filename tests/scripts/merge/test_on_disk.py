@@ -35,12 +35,12 @@ from smat_fn.config import (
 from smat_fn.folders import writing
 from smat_fn.folders.files import Hashing
 from smat_fn.scripts.evaluate import evaluation
-from smat_fn.scripts.merge import exporting, finished, streaming
+from smat_fn.scripts.merge import exporting, finished, on_disk
 from smat_fn.scripts.merge.choosing import merge_one
 from smat_fn.scripts.merge.exporting import export
+from smat_fn.scripts.merge.in_memory import Request, merge_run
 from smat_fn.scripts.merge.inputs import find_inputs, load_inputs, model_names, named, weight_of
-from smat_fn.scripts.merge.merging import Request, merge_run
-from smat_fn.scripts.merge.streaming import plan_text
+from smat_fn.scripts.merge.on_disk import plan_text
 
 TA = TaskArithmetic(coef=0.4)
 TIES = Ties(coef=0.4, keep=0.5, aggregate="sum", scope="global")
@@ -85,8 +85,8 @@ def stored(folder):
 def test_the_bits_and_masks_of_a_merge_in_memory(configs, inputs, tmp_path):
     """Mergers one by one, on small leaves: tests/folders/test_bits.py."""
     base, experts = inputs
-    order = streaming.order(base, experts[:2], out=tmp_path, seed=5, chunk=1 << 15)
-    done = dict(streaming.stream_run(configs, order))
+    order = on_disk.order(base, experts[:2], out=tmp_path, seed=5, chunk=1 << 15)
+    done = dict(on_disk.stream_run(configs, order))
     loaded = load_inputs(base, experts[:2])
     assert list(done) == [tmp_path / config.name for config in configs]
     for config in configs:
@@ -101,7 +101,7 @@ def test_the_bits_and_masks_of_a_merge_in_memory(configs, inputs, tmp_path):
 
 def test_coefficients_by_leaf_and_one_for_the_rest(inputs, tmp_path):
     coefs = {"*layernorm*": 0.0, "*attention*": 1.0}
-    list(streaming.stream_run([TA], streaming.order(*inputs, out=tmp_path, seed=0, coefs=coefs)))
+    list(on_disk.stream_run([TA], on_disk.order(*inputs, out=tmp_path, seed=0, coefs=coefs)))
     base, experts, *_ = load_inputs(*inputs)
     expected = merge.apply_rules(base, merge.task_arithmetic_vector(base, experts), coef={**coefs, "*": 0.4})
     assert all(torch.equal(leaf, expected[path]) for path, leaf in stored(tmp_path / "ta").items())
@@ -110,8 +110,8 @@ def test_coefficients_by_leaf_and_one_for_the_rest(inputs, tmp_path):
 
 def test_the_manifest_says_what_was_read_written_and_how(inputs, tmp_path):
     base, experts = inputs
-    order = streaming.order(base, experts[:2], out=tmp_path, seed=7, semantics="original", out_dtype="bfloat16")
-    ((_, report),) = streaming.stream_run([TIES], order)
+    order = on_disk.order(base, experts[:2], out=tmp_path, seed=7, semantics="original", out_dtype="bfloat16")
+    ((_, report),) = on_disk.stream_run([TIES], order)
     folder = tmp_path / "ties"
     manifest, card = checkpoint.load_manifest(folder), (folder / "README.md").read_text()
     assert (manifest["kind"], manifest["merger"], manifest["merge_seed"]) == ("merged", "ties", 7)
@@ -149,7 +149,7 @@ def test_the_manifest_says_what_was_read_written_and_how(inputs, tmp_path):
 
 def test_a_merge_on_disk_is_evaluated_like_one_in_memory(inputs, suite, tmp_path):
     base, experts = inputs
-    list(streaming.stream_run([TA], streaming.order(base, experts[:2], out=tmp_path, seed=0)))
+    list(on_disk.stream_run([TA], on_disk.order(base, experts[:2], out=tmp_path, seed=0)))
     rows = evaluation.evaluate([tmp_path / "ta"], split="dev")
     tasks = [path.name for path in experts[:2]]
     expected = merge_one(TA, load_inputs(base, experts[:2]), seed=0).params
@@ -163,14 +163,14 @@ def test_folders_of_a_suite_stand_in_the_file_of_this_machine_alone(copied, tmp_
         manifest = checkpoint.load_manifest(expert)
         manifest["suite"]["data"] = str(tmp_path / "data")
         (expert / checkpoint.MANIFEST).write_text(json.dumps(manifest))
-    order = streaming.order(base, experts, out=tmp_path / "out", seed=0)
-    list(streaming.stream_run([TA], order))
+    order = on_disk.order(base, experts, out=tmp_path / "out", seed=0)
+    list(on_disk.stream_run([TA], order))
     made = tmp_path / "out/ta"
     published = [made / name for name in (checkpoint.MANIFEST, checkpoint.RECIPE, "README.md")]
     assert all(str(tmp_path) not in file.read_text() for file in published)
     assert json.loads((made / checkpoint.MANIFEST).read_text())["suite"]["data"] == "data"
     assert checkpoint.load_manifest(made)["suite"]["data"] == str(tmp_path / "data")
-    assert [report for _, report in streaming.stream_run([TA], order)] == [None]
+    assert [report for _, report in on_disk.stream_run([TA], order)] == [None]
     (made / checkpoint.SOURCES).unlink()
     assert checkpoint.load_manifest(made)["suite"]["data"] == "data"
 
@@ -179,7 +179,7 @@ def test_the_metadata_of_a_card_name_models_on_the_hub(copied, tmp_path, monkeyp
     base, experts = copied
     (base / "config.json").write_text("{}")
     (base / "README.md").write_text("---\nlicense: mit\n---\n")
-    list(streaming.stream_run([TA], streaming.order(base, experts, out=tmp_path / "out", seed=0)))
+    list(on_disk.stream_run([TA], on_disk.order(base, experts, out=tmp_path / "out", seed=0)))
     card = ModelCard.load(tmp_path / "out/ta/README.md")
     assert (card.data.base_model, card.data.library_name, card.data.license) == (["base"], "transformers", "mit")
     monkeypatch.chdir(tmp_path)
@@ -307,45 +307,45 @@ def when(folder):
 def test_a_merge_that_is_done_stays_and_the_others_follow(copied, tmp_path):
     base, experts = copied
     (base / "config.json").write_text("{}")
-    order = streaming.order(base, experts, out=tmp_path / "out", seed=0)
-    list(streaming.stream_run([TA], order))
+    order = on_disk.order(base, experts, out=tmp_path / "out", seed=0)
+    list(on_disk.stream_run([TA], order))
     folder = tmp_path / "out" / "ta"
     before = when(folder)
     (tmp_path / "out" / ".ta.lock").write_text("")  # of a process that ended between the last two steps
     with writing.exclusive(folder), pytest.raises(ValueError, match=r"another merge into .* is running"):
-        list(streaming.stream_run([TA], order))
+        list(on_disk.stream_run([TA], order))
     (tmp_path / "out" / ".ta.lock").write_text("")
-    assert list(streaming.stream_run([TA], order)) == [(folder, None)]
+    assert list(on_disk.stream_run([TA], order)) == [(folder, None)]
     assert not (tmp_path / "out" / ".ta.lock").exists()
-    assert [plan is None for plan in streaming.plan_run([TA, TIES], order).values()] == [True, False]
-    done = dict(streaming.stream_run([TA, TIES], order))
+    assert [plan is None for plan in on_disk.plan_run([TA, TIES], order).values()] == [True, False]
+    done = dict(on_disk.stream_run([TA, TIES], order))
     assert done.pop(folder) is None
     assert [report.bytes > 0 for report in done.values()] == [True]
     assert when(folder) == before
     again = order._replace(options=order.options | {"overwrite": True})
-    assert [report is None for _, report in streaming.stream_run([TA], again)] == [False]
+    assert [report is None for _, report in on_disk.stream_run([TA], again)] == [False]
 
 
 def test_sums_of_few_weights_start_no_compiled_loops(copied, tmp_path, monkeypatch):
     monkeypatch.setattr(execution, "_imported", lambda: pytest.fail("numba would be imported"))
     monkeypatch.setattr(execution, "started", lambda: False)
-    order = streaming.order(*copied, out=tmp_path / "out", seed=3)
-    assert len(list(streaming.stream_run([TA, WeightAverage()], order))) == 2
+    order = on_disk.order(*copied, out=tmp_path / "out", seed=3)
+    assert len(list(on_disk.stream_run([TA, WeightAverage()], order))) == 2
 
 
 def test_mergers_of_a_call_hash_an_input_once_unless_it_changes(copied, tmp_path, monkeypatch):
     weights = [folder / "model.safetensors" for folder in (copied[0], *copied[1])]
     read, digest = [], Hashing._digest
     monkeypatch.setattr(Hashing, "_digest", lambda own, file: read.append(file) or digest(own, file))
-    named, leaves_of = [], streaming.leaves_of
-    monkeypatch.setattr(streaming, "leaves_of", lambda folder: named.append(folder) or leaves_of(folder))
-    order = streaming.order(*copied, out=tmp_path / "out", seed=0)
-    run = streaming.stream_run([TA, WeightAverage(), MagMax(coef=0.4)], order)
+    named, leaves_of = [], on_disk.leaves_of
+    monkeypatch.setattr(on_disk, "leaves_of", lambda folder: named.append(folder) or leaves_of(folder))
+    order = on_disk.order(*copied, out=tmp_path / "out", seed=0)
+    run = on_disk.stream_run([TA, WeightAverage(), MagMax(coef=0.4)], order)
     next(run), next(run)
     assert [read.count(file) for file in weights] == [1, 1, 1]
     assert named.count(copied[0]) == 1  # the fingerprint of base
     read.clear()
-    assert [report for _, report in streaming.stream_run([TA, WeightAverage()], order)] == [None, None]
+    assert [report for _, report in on_disk.stream_run([TA, WeightAverage()], order)] == [None, None]
     assert [read.count(file) for file in weights] == [1, 1, 1]
     manifest = copied[1][1] / checkpoint.MANIFEST
     text = manifest.read_text()
@@ -370,9 +370,9 @@ def test_weights_that_their_manifest_does_not_name_leave_no_merge(copied, tmp_pa
     flip(folder / "model.safetensors")
     if known == "files":  # the hash that the merge makes anyway is compared
         monkeypatch.setattr(checkpoint, "load_leaves", lambda path: pytest.fail(f"{path} is read again"))
-    order = streaming.order(*copied, out=tmp_path / "out", seed=0)
+    order = on_disk.order(*copied, out=tmp_path / "out", seed=0)
     with pytest.raises(ValueError, match=f"the weights in {folder} are not those that its manifest.json names: put"):
-        next(streaming.stream_run([TA], order))
+        next(on_disk.stream_run([TA], order))
     assert not (tmp_path / "out").exists()
 
 
@@ -400,13 +400,13 @@ def test_a_merge_of_other_inputs_or_settings_is_refused(change, told, copied, tm
     base, experts = copied
     (base / "config.json").write_text("{}")
     options = {"base": base, "experts": experts, "out": tmp_path / "out", "seed": 0}
-    list(streaming.stream_run([TA], streaming.order(**options)))
+    list(on_disk.stream_run([TA], on_disk.order(**options)))
     folder = tmp_path / "out" / "ta"
     changed = change(folder, base, experts[0])
-    order = streaming.order(**options | (changed if isinstance(changed, dict) else {}))
+    order = on_disk.order(**options | (changed if isinstance(changed, dict) else {}))
     before = when(folder)
     with pytest.raises(ValueError, match="ta exists: choose another folder or pass `overwrite=True`") as caught:
-        list(streaming.stream_run([TA], order))
+        list(on_disk.stream_run([TA], order))
     assert f"{folder} holds another merge: " in str(caught.value)
     assert told in str(caught.value)
     assert when(folder) == before
@@ -427,7 +427,7 @@ def older(file):
 def test_verify_lists_every_file_that_has_changed(copied, tmp_path):
     base, experts = copied
     (base / "config.json").write_text("{}")
-    list(streaming.stream_run([TA], streaming.order(base, experts, out=tmp_path, seed=0, shard_size=10**5)))
+    list(on_disk.stream_run([TA], on_disk.order(base, experts, out=tmp_path, seed=0, shard_size=10**5)))
     folder = tmp_path / "ta"
     shards = sorted(path.name for path in folder.glob("*.safetensors"))
     assert len(shards) > 1
@@ -476,23 +476,23 @@ def test_verify_refuses_a_manifest_that_is_none(tmp_path, text):
 
 def test_verify_elsewhere_does_not_look_for_the_inputs(copied, tmp_path):
     base, experts = copied
-    list(streaming.stream_run([TA], streaming.order(base, experts, out=tmp_path, seed=0)))
+    list(on_disk.stream_run([TA], on_disk.order(base, experts, out=tmp_path, seed=0)))
     count, _ = finished.verify(tmp_path / "ta")
     (tmp_path / "ta" / "sources.json").unlink()
     assert finished.verify(tmp_path / "ta") == (count - 1 - len(experts), [])
 
 
 def test_coefficients_for_a_merger_without_one(inputs, tmp_path):
-    order = streaming.order(*inputs, out=tmp_path, seed=0, coefs={"*": 0.3})
+    order = on_disk.order(*inputs, out=tmp_path, seed=0, coefs={"*": 0.3})
     with pytest.raises(ValueError, match="wa takes no coefficient: leave out --coefs"):
-        list(streaming.stream_run([WeightAverage()], order))
+        list(on_disk.stream_run([WeightAverage()], order))
 
 
 def test_experts_of_others_have_a_fingerprint_of_their_files(copied, tmp_path):
     base, experts = copied
     for expert in experts:
         (expert / "manifest.json").unlink()
-    list(streaming.stream_run([TA], streaming.order(base, experts, out=tmp_path, seed=0)))
+    list(on_disk.stream_run([TA], on_disk.order(base, experts, out=tmp_path, seed=0)))
     prints = checkpoint.load_manifest(tmp_path / "ta")["experts"]
     assert len({*prints.values()}) == len(experts)
     assert all(len(print_) == 64 for print_ in prints.values())
@@ -500,17 +500,17 @@ def test_experts_of_others_have_a_fingerprint_of_their_files(copied, tmp_path):
 
 def test_the_fingerprint_of_anothers_expert_is_of_its_weights_alone():
     inputs = {"expert 'a'": {"model.safetensors": "1", "config.json": "2"}}
-    (own,) = streaming.expert_prints({"a": None}, {"inputs": inputs}).values()
+    (own,) = on_disk.expert_prints({"a": None}, {"inputs": inputs}).values()
     for kind in checkpoint.STATISTICS.values():
         more = {"expert 'a'": {**inputs["expert 'a'"], f"a/{kind}": "3"}}
-        assert streaming.expert_prints({"a": None}, {"inputs": more}) == {"a": own}
+        assert on_disk.expert_prints({"a": None}, {"inputs": more}) == {"a": own}
     other = {"expert 'a'": {**inputs["expert 'a'"], "model.safetensors": "3"}}
-    assert streaming.expert_prints({"a": None}, {"inputs": other}) != {"a": own}
+    assert on_disk.expert_prints({"a": None}, {"inputs": other}) != {"a": own}
 
 
 def test_a_plan_has_the_checks_and_writes_nothing(inputs, tmp_path):
-    order = streaming.order(*inputs, out=tmp_path / "new", seed=0, shard_size=10**5)
-    plans = streaming.plan_run([WeightAverage(), TIES], order)
+    order = on_disk.order(*inputs, out=tmp_path / "new", seed=0, shard_size=10**5)
+    plans = on_disk.plan_run([WeightAverage(), TIES], order)
     assert list(tmp_path.iterdir()) == []
     assert list(plans) == [tmp_path / "new" / "wa", tmp_path / "new" / "ties"]
     base = stored(inputs[0])
@@ -529,9 +529,9 @@ def test_a_plan_has_the_checks_and_writes_nothing(inputs, tmp_path):
 def test_problems_of_all_mergers_are_told_once_and_together(inputs, tmp_path):
     base, experts = inputs
     (tmp_path / "dare").mkdir()
-    order = streaming.order(base / "no", experts, out=tmp_path, seed=0)
+    order = on_disk.order(base / "no", experts, out=tmp_path, seed=0)
     configs = [TaskArithmetic(), Ties(keep=2.0, aggregate="sum", scope="global"), Dare(coef=1.0, drop_prob=1.0)]
-    for run in (streaming.stream_run, streaming.plan_run):
+    for run in (on_disk.stream_run, on_disk.plan_run):
         with pytest.raises(ValueError, match="ta needs a coefficient: give --coef") as error:
             dict(run(configs, order))
         problems = str(error.value).split("; ")
@@ -551,18 +551,18 @@ def test_experts_of_one_name_or_another_base_are_refused(inputs, runs, copied, t
     manifest = checkpoint.load_manifest(experts[1]) | {"base_fingerprint": "0" * 64}
     (experts[1] / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match="there is another expert named") as error:
-        streaming.order(base, [*experts, inputs[1][0]], out=tmp_path / "out", seed=0)
+        on_disk.order(base, [*experts, inputs[1][0]], out=tmp_path / "out", seed=0)
     assert f"{experts[1]} was trained from another base than {base}" in str(error.value)
-    streaming.order(base, experts, out=tmp_path / "out", seed=0, based=False)
+    on_disk.order(base, experts, out=tmp_path / "out", seed=0, based=False)
     (experts[1] / "manifest.json").write_text(json.dumps(manifest | {"kind": "merged"}))
-    streaming.order(base, experts, out=tmp_path / "out", seed=0)
+    on_disk.order(base, experts, out=tmp_path / "out", seed=0)
     own = checkpoint.load_manifest(base) | {"base_fingerprint": "0" * 64}  # merged, of models of another base
     (base / "manifest.json").write_text(json.dumps(own))
-    streaming.order(base, {"base": base, "a": experts[0]}, out=tmp_path / "out", seed=0)
+    on_disk.order(base, {"base": base, "a": experts[0]}, out=tmp_path / "out", seed=0)
     (base / "manifest.json").unlink()
     (experts[1] / "manifest.json").write_text(json.dumps(manifest | {"base_fingerprint": "x"}))
     with pytest.raises(ValueError, match="was trained from another base than"):
-        streaming.order(base, experts, out=tmp_path / "out", seed=0)
+        on_disk.order(base, experts, out=tmp_path / "out", seed=0)
 
 
 def test_trained_experts_are_merged_on_the_base_that_they_were_trained_from(tmp_path, monkeypatch):
@@ -579,10 +579,10 @@ def test_trained_experts_are_merged_on_the_base_that_they_were_trained_from(tmp_
         return tmp_path / run / "t"
 
     def order(of, trained, **options):
-        return streaming.order(tmp_path / of, [trained], out=tmp_path / "out", seed=0, **options)
+        return on_disk.order(tmp_path / of, [trained], out=tmp_path / "out", seed=0, **options)
 
     whole, rounded = expert("whole", base), expert("rounded", {path: leaf.bfloat16() for path, leaf in base.items()})
-    ((_, report),) = streaming.stream_run([TaskArithmetic(coef=0.5)], order("stored", whole))
+    ((_, report),) = on_disk.stream_run([TaskArithmetic(coef=0.5)], order("stored", whole))
     assert report.hashes
     with pytest.raises(
         ValueError, match=f"{rounded} was trained from .*stored rounded to its dtypes, and the rou.*ge$"
@@ -593,7 +593,7 @@ def test_trained_experts_are_merged_on_the_base_that_they_were_trained_from(tmp_
     with monkeypatch.context() as patch:  # experts of one run share one pass over base
         plain = checkpoint.fingerprint_of
         patch.setattr(checkpoint, "fingerprint_of", lambda *args: hashed.append(args) or plain(*args))
-        streaming.order(tmp_path / "stored", {"a": whole, "b": whole}, out=tmp_path / "out", seed=0)
+        on_disk.order(tmp_path / "stored", {"a": whole, "b": whole}, out=tmp_path / "out", seed=0)
     assert len(hashed) == 1
     checkpoint.save_expert(tmp_path / "whole" / "base", base, checkpoint.describe(base, kind="base"))
     way = f"pass --base {tmp_path / 'whole/base'}, or --run {tmp_path / 'whole'} instead of --base and --experts$"
@@ -606,7 +606,7 @@ def test_trained_experts_are_merged_on_the_base_that_they_were_trained_from(tmp_
     named = {f"model.{path}": leaf for path, leaf in base.items()}
     save_file(named | {"head.weight": torch.ones(2)}, tmp_path / "other" / "model.safetensors")
     with pytest.raises(ValueError, match=f"{whole} is of train.py, and its parameters are not those that .*: {way}"):
-        list(streaming.stream_run([TaskArithmetic(coef=0.5)], order("other", whole)))
+        list(on_disk.stream_run([TaskArithmetic(coef=0.5)], order("other", whole)))
 
 
 def test_experts_of_several_bases_merge_without_a_base_alone(tmp_path):
@@ -623,8 +623,8 @@ def test_experts_of_several_bases_merge_without_a_base_alone(tmp_path):
     lora.save_peft(adapter, own, rank, base="x", manifest=lambda: checkpoint.describe(own, task="adapter", **facts))
 
     def merged(config, expert, out):
-        order = streaming.order(tmp_path / "base", [expert], out=out / "disk", seed=0, based=config.based)
-        list(streaming.stream_run([config], order))
+        order = on_disk.order(tmp_path / "base", [expert], out=out / "disk", seed=0, based=config.based)
+        list(on_disk.stream_run([config], order))
         merge_run(Request([config], tmp_path / "base", [expert], out=out / "memory", search=False, seed=0))
         return [stored(out / place / config.name) for place in ("disk", "memory")]
 
@@ -640,7 +640,7 @@ def test_experts_of_several_bases_merge_without_a_base_alone(tmp_path):
 def test_experts_may_be_given_names(inputs, tmp_path, monkeypatch):
     base, experts = inputs
     given = [Path(f"x{i}={path}") for i, path in enumerate(experts)]
-    order = streaming.order(base, given, out=tmp_path / "out", seed=0)
+    order = on_disk.order(base, given, out=tmp_path / "out", seed=0)
     assert order.experts == {f"x{i}": path for i, path in enumerate(experts)}
     assert list(load_inputs(base, given).experts) == list(order.experts)
     monkeypatch.chdir(tmp_path)
@@ -667,12 +667,12 @@ def test_a_manifest_of_something_else_is_none_of_ours(copied, tmp_path):
     base, experts = copied
     for path, text in zip(experts, ("[]", '{"task": "x"}'), strict=True):
         (path / "manifest.json").write_text(text)
-    order = streaming.order(base, experts, out=tmp_path / "out", seed=0)
+    order = on_disk.order(base, experts, out=tmp_path / "out", seed=0)
     assert order.experts == {path.name: path for path in experts}
     assert list(order.manifests.values()) == [{}, {}]
     (experts[0] / "manifest.json").write_text('{"kind": "expert", "task": ["x"]}')
     with pytest.raises(ValueError, match=r"manifest\.json: task is \['x'\], must be str: put back the one written"):
-        streaming.order(base, experts, out=tmp_path / "out", seed=0)
+        on_disk.order(base, experts, out=tmp_path / "out", seed=0)
 
 
 def test_experts_of_parts_of_different_models_are_refused(copied, tmp_path):
@@ -681,18 +681,18 @@ def test_experts_of_parts_of_different_models_are_refused(copied, tmp_path):
         manifest = {"kind": "expert", "task": path.name, "untrained_fingerprint": other}
         (path / "manifest.json").write_text(json.dumps(manifest))
         if path == experts[0]:
-            streaming.order(base, experts, out=tmp_path / "out", seed=0)
+            on_disk.order(base, experts, out=tmp_path / "out", seed=0)
     told = f"{experts[1]} was trained beside other frozen weights than {experts[0]}: merge experts of one model"
     with pytest.raises(ValueError, match=told):
-        streaming.order(base, experts, out=tmp_path / "out", seed=0)
+        on_disk.order(base, experts, out=tmp_path / "out", seed=0)
 
 
 @pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("4kb", 4000), ("1.5 MB", 1500000), ("123", 123)])
 def test_sizes(text, size):
-    assert streaming.bytes_of(text) == size
+    assert on_disk.bytes_of(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "5GiB", "-1", "GB"])
 def test_sizes_that_are_none(text):
     with pytest.raises(ValueError, match="write 5GB, 200MB or a number of bytes"):
-        streaming.bytes_of(text)
+        on_disk.bytes_of(text)
