@@ -571,8 +571,8 @@ def _prefetch(context: Any, address: Any) -> Any:
         byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
         prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
-        # to be read, and kept in all caches
-        builder.call(prefetch, [builder.inttoptr(values[0], byte), number(0), number(3), number(1)])
+        # to be read, into the second-level cache: the first one would wait for each line
+        builder.call(prefetch, [builder.inttoptr(values[0], byte), number(0), number(2), number(1)])
         return context.get_dummy_value()
 
     return types.void(types.uint64), code
