@@ -1538,11 +1538,11 @@ def _halved(values, size):  # type: ignore[no-untyped-def]
 
 
 @jit
-def gram(sources, size, based, out):  # type: ignore[no-untyped-def]
+def gram(sources, size, based, diagonal, out):  # type: ignore[no-untyped-def]
     """Inner products in float64 by blocks of 4096, of at most 64 blocks; both levels are added by halves.
 
-    Args: sources: as `banded`'s; based: of task vectors, else of the experts, and base is not read; out: float64
-        (experts, experts).
+    Args: sources: as `banded`'s; based: of task vectors, else of the experts, and base is not read; diagonal: only of
+        each with itself, the others are 0; out: float64 (experts, experts).
     """
     count = len(sources) - 1
     rows, origin, work = np.empty((count, 4096), np.float32), np.empty(4096, np.float32), np.empty(512, np.float64)
@@ -1563,7 +1563,7 @@ def gram(sources, size, based, out):  # type: ignore[no-untyped-def]
             first += n
             at += n
         for i in range(count):
-            for j in range(i + 1):
+            for j in range(i if diagonal else 0, i + 1):
                 _folded(rows[i], rows[j], 512, work)
                 sums[i, j, block] = _halved(work, 512)
     for i in range(count):

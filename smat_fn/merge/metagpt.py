@@ -54,7 +54,7 @@ class MetaGpt(Merger):
     """gamma; 1 is the authors'."""
 
     def rule(self, leaves: Mapped) -> Rule:
-        products = cache(lambda: [leaves.gram(path) for path in leaves.coefs])
+        products = cache(lambda: [leaves.gram(path, diagonal=True) for path in leaves.coefs])
 
         def square(place: int) -> float:
             return fsum(own[place][place] for own in products())

@@ -125,7 +125,7 @@ class Sce(Weighted):
 
     def plain(self, leaves: Mapped) -> Rule:
         def shares(path: str) -> list[float]:
-            diagonal = [row[i] for i, row in enumerate(leaves.gram(path))]
+            diagonal = [row[i] for i, row in enumerate(leaves.gram(path, diagonal=True))]
             return shares_of(diagonal, leaves.shape(path).numel(), self.floor)
 
         def fuse(path: str) -> Fuse:

@@ -86,12 +86,12 @@ class Survey:
     def names(self, path: str) -> list[str]:
         return [name for name, folder in self.job.experts.items() if path not in folder.absent]
 
-    def gram(self, path: str) -> list[list[float]]:
+    def gram(self, path: str, *, diagonal: bool = False) -> list[list[float]]:
         job, dtype, count = self.job, compute_dtype(self.job, path), len(self.names(path))
         based, cuts = job.config.based, spans(job.base.leaves[path], arithmetic.step_on(job.device, count))
         if looped(job, path):
             read = Sources(job, path, job.experts)
-            tasks = products_by_loops(read, self.shape(path).numel(), based=based)
+            tasks = products_by_loops(read, self.shape(path).numel(), based=based, diagonal=diagonal)
             return gram_sum(self._threads.in_order(tasks), count)
 
         def block(start: int, stop: int) -> Tensor:

@@ -114,7 +114,7 @@ def products(rows: Tensor) -> Tensor:
     size = rows.shape[1]
     if (loops := loops_for(rows)) is not None and rows.dtype == torch.float32 and size <= BLOCK:
         rows = rows.contiguous()
-        return products_of(loops, sources([rows[0], *rows]), size, based=False)
+        return products_of(loops, sources([rows[0], *rows]), size, based=False, diagonal=False)
     wide = pad(rows, (0, -size % (BLOCK if size > BLOCK else PART))).double()
     parts = min(wide.shape[1] // PART, PARTS)
 
@@ -124,10 +124,13 @@ def products(rows: Tensor) -> Tensor:
     return torch.stack([sums(row) for row in wide]).movedim(-1, 0)
 
 
-def products_of(loops: ModuleType, read: Any, size: int, *, based: bool) -> Tensor:
-    """`products` of a block by a loop. Args: read: `sources`, base first; based: of differences from it, or without."""
+def products_of(loops: ModuleType, read: Any, size: int, *, based: bool, diagonal: bool) -> Tensor:
+    """`products` of a block by a loop.
+
+    Args: read: `sources`, base first; based: of differences from it, or without; diagonal: no others.
+    """
     found = numpy.empty((1, len(read) - 1, len(read) - 1))
-    loops.gram(read, size, based, found[0])
+    loops.gram(read, size, based, diagonal, found[0])
     return torch.from_numpy(found)
 
 

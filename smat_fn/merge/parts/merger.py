@@ -67,8 +67,11 @@ class Mapped(Protocol):
     def names(self, path: str) -> list[str]:
         """The names of the experts that have a leaf: all but for a merger that is ``uneven``."""
 
-    def gram(self, path: str) -> list[list[float]]:
-        """`gram` of a leaf's task vectors, or of the experts' weights for a merger without a base."""
+    def gram(self, path: str, *, diagonal: bool = False) -> list[list[float]]:
+        """`gram` of a leaf's task vectors, or of the experts' weights for a merger without a base.
+
+        Args: diagonal: the caller reads no other numbers.
+        """
 
     def blocks(self, path: str) -> Iterator[list[Tensor]]:
         """Flat task vectors of a leaf, `BLOCK` coordinates at a time; valid until the next block."""
@@ -251,10 +254,11 @@ class InMemory:
             size, lambda: ((self.base[path].numel(), self.read(path, [name])) for path in paths), workers
         )
 
-    def gram(self, path: str) -> list[list[float]]:
+    def gram(self, path: str, *, diagonal: bool = False) -> list[list[float]]:
         if self.looped(path):
             read, size = self.read(path, self.trees), self.base[path].numel()
-            return gram_sum(in_order(products_by_loops(read, size, based=True), self.workers), len(self.trees))
+            tasks = products_by_loops(read, size, based=True, diagonal=diagonal)
+            return gram_sum(in_order(tasks, self.workers), len(self.trees))
         return gram([leaves[path] for leaves in self.trees.values()], self.base[path])
 
     def blocks(self, path: str) -> Iterator[list[Tensor]]:

@@ -132,8 +132,8 @@ class Scaled:
         found = [number(self._weights, name, path, 1.0) for name in self.names(path)]
         return None if all(weight == 1 for weight in found) else found
 
-    def gram(self, path: str) -> list[list[float]]:
-        products, weights = self._leaves.gram(path), self.weights(path)
+    def gram(self, path: str, *, diagonal: bool = False) -> list[list[float]]:
+        products, weights = self._leaves.gram(path, diagonal=diagonal), self.weights(path)
         if weights is None:
             return products
         return [

@@ -96,14 +96,14 @@ def windows(
     return lambda start, stop, out: Window(loops, start, stop - start, *read(start, stop), keys, coef, out, room)
 
 
-def products_by_loops(read: Read, size: int, *, based: bool) -> Iterator[Callable[[], Tensor]]:
-    """Tasks that give the `arithmetic.products` of a leaf's blocks, in order. Args: based: of task vectors."""
+def products_by_loops(read: Read, size: int, *, based: bool, diagonal: bool) -> Iterator[Callable[[], Tensor]]:
+    """Tasks that give the `arithmetic.products` of a leaf's blocks, in order. Args: as of `products_of`."""
     loops = execution.loops()
     assert loops is not None
 
     def block(start: int, stop: int) -> Tensor:
         where, _held = read(start, stop)
-        return products_of(loops, where, stop - start, based=based)
+        return products_of(loops, where, stop - start, based=based, diagonal=diagonal)
 
     return (partial(block, start, min(start + BLOCK, size)) for start in range(0, size, BLOCK))
 
