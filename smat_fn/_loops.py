@@ -436,48 +436,70 @@ def ranked_in_order(order, position, by_rank, out):  # type: ignore[no-untyped-d
 
 
 @jit
-def ranked_by_counts(sizes, largest, by_rank, like, out):  # type: ignore[no-untyped-def]
+def ranked_by_counts(sources, size, by_rank, like, out):  # type: ignore[no-untyped-def]
     """`ranked_in_order` of magnitudes that are counted, not sorted: those of few bits, as of differences of bfloat16.
 
     Counts of eight rows are neighbours: one sum is for several rows, and equal magnitudes in a row do not wait.
 
-    Args: sizes: as `items`'; largest: of them; like: of the dtype of counts, which holds the length of a row.
+    Args: sources: as `banded`'s, or of one vector; by_rank: uint16, of each vector or one for all; like: of the dtype
+        of counts, which holds the length of a row; out: uint16 (vectors, size).
     Returns: False, and stops, where too many have bits that are not counted.
     """
-    length, words = len(by_rank), like.itemsize
+    length, words = by_rank.shape[1], like.itemsize
     sums, rest = np.empty((MAGNITUDES, words), np.uint64), np.empty((2, length), np.uint64)
-    order = np.full((ROWS, length), -1, np.int32)
-    counts = sums.view(like.dtype).reshape(-1)
-    upper = int64(largest >> uint32(16)) - int64(MAGNITUDES - 1)
-    floor = uint32(upper << int64(16)) if upper > 0 else uint32(0)
-    for first in range(0, len(sizes), ROWS * length):
-        keys, some = out[first : first + ROWS * length].reshape(-1, length), sizes[first : first + ROWS * length]
-        rows, odd, count = uint64(len(keys)), 0, uint64(0)
-        for row in range(rows):
-            odd += _keys(some[row * length :], row, floor, keys[row])
-        if ROWS * odd > len(some):
-            return False
-        sums[:] = uint64(0)
-        for i in range(uint64(length)):
+    order, vector = np.full((ROWS, length), -1, np.int32), np.empty(ROWS * length, np.float32)
+    counts, origin = sums.view(like.dtype).reshape(-1), np.zeros(TILE, np.float32)
+    for begin in range(uint64(0), uint64(size), uint64(ROWS * length)):
+        end = min(begin + uint64(ROWS * length), uint64(size))
+        for i in range(len(out)):
+            own, first, largest = by_rank[i % len(by_rank)], uint64(begin), uint32(0)
+            while first < end:
+                n = min(uint64(TILE), end - first)
+                if len(sources) > 1:
+                    _load(sources, 0, first, n, origin)
+                found = _delta(sources, len(sources) - len(out) + i, first, n, origin, vector[first - begin :])
+                largest = max(largest, found)
+                first += n
+            upper = int64(largest >> uint32(16)) - int64(MAGNITUDES - 1)
+            floor = uint32(upper << int64(16)) if upper > 0 else uint32(0)
+            keys, some = out[i, begin:end].reshape(-1, length), vector[: end - begin].view(np.uint32)
+            rows, odd = uint64(len(keys)), 0
             for row in range(rows):
-                counts[keys[row, i] >> uint64(1)] += 1
-        for word in range(words):
-            total = uint64(0)
-            for k in range(MAGNITUDES):
-                total, sums[k, word] = total + sums[k, word], total
-        for i in range(uint64(length)):
-            for row in range(rows):
-                key = uint64(keys[row, i])
-                if key & uint64(1):
-                    rest[0, count] = (row << _HALF) | i
-                    count += uint64(1)
-                else:
-                    rank = uint64(counts[key >> uint64(1)])
-                    counts[key >> uint64(1)] = rank + uint64(1)
-                    keys[row, i] = by_rank[rank]
-        if not _ranked_rest(some, rest[:, :count], counts, order, by_rank, keys):
-            return False
+                odd += _keys(some[row * length :], row, floor, keys[row])
+            if ROWS * odd > len(some):
+                return False
+            sums[:] = uint64(0)
+            if rows == uint64(ROWS):  # a number that is known takes a tenth less time
+                count = _ranked_rows(keys, uint64(ROWS), sums, counts, own, rest)
+            else:
+                count = _ranked_rows(keys, rows, sums, counts, own, rest)
+            if not _ranked_rest(some, rest[:, :count], counts, order, own, keys):
+                return False
     return True
+
+
+@inlined
+def _ranked_rows(keys, rows, sums, counts, by_rank, rest):  # type: ignore[no-untyped-def]
+    """Ranks rows by the counts of their keys. Args: counts: of sums. Returns: how many are written to rest instead."""
+    count = uint64(0)
+    for i in range(uint64(keys.shape[1])):
+        for row in range(rows):
+            counts[keys[row, i] >> uint64(1)] += 1
+    for word in range(sums.shape[1]):
+        total = uint64(0)
+        for k in range(MAGNITUDES):
+            total, sums[k, word] = total + sums[k, word], total
+    for i in range(uint64(keys.shape[1])):
+        for row in range(rows):
+            key = uint64(keys[row, i])
+            if key & uint64(1):
+                rest[0, count] = (row << _HALF) | i
+                count += uint64(1)
+            else:
+                rank = uint64(counts[key >> uint64(1)])
+                counts[key >> uint64(1)] = rank + uint64(1)
+                keys[row, i] = by_rank[rank]
+    return count
 
 
 @inlined
@@ -868,10 +890,14 @@ def votes(sources, start, size, bands, splits):  # type: ignore[no-untyped-def]
 
 @inlined
 def _sizes(sources, first, n, origin, out):  # type: ignore[no-untyped-def]
-    """The bits of the magnitudes of a task vector. Args: sources: base, expert; out: uint32. Returns: the largest."""
+    """The bits of the magnitudes of a task vector, which may be the only source. Returns: the largest.
+
+    Args: sources: base, expert; origin: is written to, if there is a base; out: uint32.
+    """
     largest = uint32(0)
-    _load(sources, 0, first, n, origin)
-    _load(sources, 1, first, n, out)
+    if len(sources) > 1:
+        _load(sources, 0, first, n, origin)
+    _load(sources, len(sources) - 1, first, n, out)
     for j in range(n):
         size = _size(uint32(out[j]).view(np.float32) - origin[j])
         out[j] = size
@@ -1037,8 +1063,8 @@ def nth_equal(sources, size, wanted, left):  # type: ignore[no-untyped-def]
 
 @jit
 def magnitudes(sources, size, out):  # type: ignore[no-untyped-def]
-    """The bits of a task vector's magnitudes. Args: out: uint32 (size,)."""
-    origin, first, end = np.empty(TILE, np.float32), uint64(0), uint64(size)
+    """The bits of a task vector's magnitudes. Args: sources: as `_sizes`'; out: uint32 (size,)."""
+    origin, first, end = np.zeros(TILE, np.float32), uint64(0), uint64(size)
     while first < end:
         n = min(uint64(TILE), end - first)
         _sizes(sources, first, n, origin, out[first:])

@@ -438,7 +438,7 @@ MUTANTS = [
     *_of("_loops.py:_banded_delta", ("uint32(size - low) < width", "uint32(size - low) <= width"), ("* weight", "")),
     *_of("_loops.py:_until", ("left > 0", "left > 1")),
     *_of("_loops.py:packed", ("- most, 0)", "- most - 1, 0)"), ("rest != uint32(0)", "rest == uint32(0)")),
-    *_of("_loops.py:ranked_by_counts", ("= rank + uint64(1)", "= rank")),
+    *_of("_loops.py:_ranked_rows", ("= rank + uint64(1)", "= rank")),
     *_of("_loops.py:_ranked_rest", ("<= size:", "< size:")),
     *_of(
         "_loops.py:norms",

@@ -87,10 +87,9 @@ def thresholds(length: int, drop_prob: float, window: float, device: torch.devic
 def _masked(delta: Tensor, fields: Tensor, by_rank: Tensor) -> Tensor:
     loops = loops_for(delta, fields, by_rank) if delta.dtype == torch.float32 and delta.numel() else None
     if loops is not None and by_rank[0] <= looped.MOST:
-        cutoffs = numpy.empty(len(delta), numpy.uint16)
-        sizes = array(delta.abs()).view(numpy.uint32)
-        looped.ranked(loops, sizes, int(sizes.max()), array(by_rank).astype(numpy.uint16), cutoffs)
-        drop = torch.from_numpy(cutoffs).to(torch.int32)
+        cutoffs, vector = numpy.empty((1, len(delta)), numpy.uint16), delta.contiguous()
+        looped.ranked(loops, looped.sources([vector]), array(by_rank).astype(numpy.uint16)[None], cutoffs)
+        drop = torch.from_numpy(cutoffs[0]).to(torch.int32)
     else:
         order = ascending(delta.view(-1, len(by_rank)).abs())
         drop = by_rank.new_empty(order.shape).scatter_(-1, order, by_rank.expand_as(order)).view(-1)

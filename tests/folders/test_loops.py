@@ -145,14 +145,14 @@ USED = {
     "arcee_fusion": {"among", "fused"},
     "dare": {"masked"},
     "dare_ties": {"masked"},
-    "della": {"vectors", "masked"},
+    "della": {"magnitudes", "masked"},
     "breadcrumbs": {"banded", "sampled", "between", "magnitudes", "nth_equal"},
     **{key: {"banded"} for key in ("ta", "ta weights", "ties weights")},
     **{key: {"banded", "norms"} for key in ("ties rescale", "breadcrumbs rescale")},
     **{key: {"masked"} for key in ("dare weights", "dare_ties weights")},
     **{key: {"masked", "norms"} for key in ("dare rescale", "dare_ties rescale")},
-    "della weights": {"vectors", "masked"},
-    "della rescale": {"vectors", "masked", "norms"},
+    "della weights": {"magnitudes", "masked"},
+    "della rescale": {"magnitudes", "masked", "norms"},
 }
 DTYPES = {
     "float32": (torch.float32,) * 3,

@@ -37,7 +37,7 @@ CONFIGS = {  # and the loops that they take
     "dare rescale": (of.Dare(**DARE, aggregate="mean", rescale=True, **BY_EXPERT), "masked norms"),
     "dare_ties": (of.DareTies(**DARE), "masked"),
     "dare_ties mean": (of.DareTies(coef=0.3, drop_prob=0.9, aggregate="mean"), "masked"),
-    "della": (of.Della(**DELLA), "vectors ranked_by_counts masked"),
+    "della": (of.Della(**DELLA), "ranked_by_counts masked"),
     "della by expert": (of.Della(**DELLA, windows={"x": 0.04}, **BY_EXPERT), "ranked_in_order masked"),
     "della rescale": (of.Della(**DELLA, elect=False, aggregate="sum", rescale=True), "norms masked"),
     "breadcrumbs": (of.Breadcrumbs(**CRUMBS), "banded between magnitudes nth_equal"),

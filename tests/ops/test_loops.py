@@ -244,10 +244,9 @@ RANKED = {  # rows of n normal numbers, and how magnitudes are ranked
 def test_magnitudes_are_counted_where_they_have_few_bits(shape, kind, calls):
     _, counted, made = RANKED[kind]
     delta = made(torch.randn(shape, generator=torch.Generator().manual_seed(1))).float().contiguous()
-    sizes = execution.array(delta).view(numpy.uint32)
     by_rank = numpy.random.default_rng(0).integers(0, 1 << 16, shape[1]).astype(numpy.uint16)
-    found = numpy.empty(sizes.size, numpy.uint16)
-    ranked(execution.loops(), sizes, int((sizes & 0x7FFFFFFF).max()), by_rank, found)
+    found = numpy.empty((1, delta.numel()), numpy.uint16)
+    ranked(execution.loops(), sources([delta]), by_rank[None], found)
     order = delta.abs().argsort(dim=-1, stable=True).numpy()
     wanted = numpy.empty(shape, numpy.uint16)
     numpy.put_along_axis(wanted, order, numpy.broadcast_to(by_rank, shape), 1)

@@ -135,14 +135,9 @@ class ByRank(NamedTuple):
 
     def _ranked(self, window: Window) -> Any:
         """The threshold of each coordinate."""
-        loops, shape = window.loops, (len(self.thresholds), window.size)
-        count = math.prod(shape)
-        vectors = array(window.room("vectors", count, torch.float32)).reshape(shape)
-        out = array(window.room("ranked", count, torch.int16)).view(numpy.uint16).reshape(shape)
-        largest, sizes = loops.vectors(window.read, window.size, vectors), vectors.view(numpy.uint32)
-        parts = len(self.by_rank), -1
-        for own, by_rank, to in zip(sizes.reshape(parts), self.by_rank, out.reshape(parts), strict=True):
-            ranked(loops, own, largest, by_rank, to, window.room)
+        shape = len(self.thresholds), window.size
+        out = array(window.room("ranked", math.prod(shape), torch.int16)).view(numpy.uint16).reshape(shape)
+        ranked(window.loops, window.read, self.by_rank, out, window.room)
         return out
 
 
@@ -220,16 +215,20 @@ def _limits(bands: Sequence[Band]) -> tuple[Any, Any]:
     return numpy.array(limits, numpy.uint32).reshape(-1, 4), numpy.array(splits, numpy.int64).reshape(-1, 2)
 
 
-def ranked(loops: ModuleType, sizes: Any, largest: int, by_rank: Any, out: Any, room: Room | None = None) -> None:
+def ranked(loops: ModuleType, read: Any, by_rank: Any, out: Any, room: Room | None = None) -> None:
     """The number of its rank for each coordinate: of its magnitude in its row, equal ones by position.
 
-    Args: sizes: uint32, bits of float32 whose sign does not matter, whole rows; largest: of the magnitudes; by_rank:
-        uint16, one a coordinate of a row; out: uint16; room: as of `Window`.
+    Args: read: `sources` of base and experts, or of one vector; by_rank: uint16 (experts, length of a row), or one row
+        for all; out: uint16 (experts, size), whole rows; room: as of `Window`.
     """
-    length = len(by_rank)
+    (count, size), length, room = out.shape, by_rank.shape[1], room or _room
     like = numpy.empty(0, numpy.uint16 if length <= MOST else numpy.uint32)
-    if length < SHORT or not loops.ranked_by_counts(sizes, numpy.uint32(largest), by_rank, like, out):
-        loops.ranked_in_order(*ordered(loops, sizes, length, room or _room), by_rank, out)
+    if length >= SHORT and loops.ranked_by_counts(read, size, by_rank, like, out):
+        return
+    sizes = array(room("sizes", size, torch.int32)).view(numpy.uint32)
+    for own, numbers, to in zip(read[-count:], numpy.broadcast_to(by_rank, (count, length)), out, strict=True):
+        loops.magnitudes(numpy.stack([*read[:-count], own]), size, sizes)
+        loops.ranked_in_order(*ordered(loops, sizes, length, room), numpy.ascontiguousarray(numbers), to)
 
 
 def ordered(loops: ModuleType, sizes: Any, length: int, room: Room) -> Any:
