@@ -1122,8 +1122,9 @@ def masked(  # type: ignore[no-untyped-def]
                     stays = int32(drawn[j]) >= max(int32(own[j]), cutoff)
                     row[j] = (divided if stays else float32(0)) * ratio * weight
             else:
+                _divided(row, n, probability)
                 for j in range(n):
-                    row[j] = (row[j] / probability if int32(drawn[j]) >= cutoff else float32(0)) * ratio * weight
+                    row[j] = (row[j] if int32(drawn[j]) >= cutoff else float32(0)) * ratio * weight
             for j in range(n):
                 merged[j] += row[j]
         if elect:
@@ -1363,7 +1364,7 @@ def counted(sources, size, threshold, counts):  # type: ignore[no-untyped-def]
     Args: counts: float64 (2, experts, 1), is written to; others as `banded`'s.
     """
     count = len(sources) - 1
-    rows, origin, several = np.empty((count, TILE), np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.uint8)
+    rows, origin, several = np.empty((count, TILE), np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.int32)
     together, all_of, first, end = np.zeros(count, np.int64), np.zeros(count, np.int64), uint64(0), uint64(size)
     while first < end:
         n = min(uint64(TILE), end - first)
@@ -1373,7 +1374,7 @@ def counted(sources, size, threshold, counts):  # type: ignore[no-untyped-def]
             row = rows[i]
             _delta(sources, i + 1, first, n, origin, row)
             for j in range(n):
-                several[j] = min(several[j] + (abs(row[j]) > threshold), 2)
+                several[j] += int32(abs(row[j]) > threshold)
         for i in range(count):
             row, both, every = rows[i], int32(0), int32(0)
             for j in range(n):
