@@ -1,10 +1,10 @@
 """A loop of the caller's own: a module's parameters hold the simulated state during forward and backward."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
-from weakref import WeakSet
+from weakref import ReferenceType, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -85,7 +85,8 @@ class SimulatedWeights:
         # the first step's draw, and the number of passes after it: see `_compared`
         self._first, self._later = cast(object, None), 0
         self._looked = 0  # reweightings
-        self._climbed = dict[str, tuple[Tensor, int]]()  # gradients of the last block of `climbed`, and their versions
+        # gradients of the last block of `climbed`, which the caller frees, and their versions
+        self._climbed = dict[str, tuple[ReferenceType[Tensor], int]]()
         self._unread = dict[str, Tensor](), dict[str, Tensor]()  # norms before and after the last pass, on a device
 
     @classmethod
@@ -224,15 +225,15 @@ class SimulatedWeights:
         raise_problems(check_not_negative(rho=rho) + flag_problems(adaptive=adaptive), "climbed")
         if self._module is not None:
             self._check_module(first=True)
+        self._refuse_elsewhere(self._parameters)
         grads = {path: p.grad for path, p in self._parameters.items() if p.grad is not None}
         if not grads:
             raise ValueError("climbed() climbs along the gradient, and no parameter has one: call backward() before")
-        if any(
-            grads.get(path) is grad and _version(grad) == version for path, (grad, version) in self._climbed.items()
-        ):
+        if self._climbs_again(grads):
             raise ValueError(
-                "gradients are those of the climbed() block before: a step has one block, which holds the second pass "
-                "of all micro-batches; clear gradients (zero_grad) before the first pass of the next step"
+                "gradients are, or were added to, those of the climbed() block before: a step has one block, which "
+                "holds the second pass of all micro-batches, after the first pass of all; clear gradients (zero_grad) "
+                "before the first pass of the next step"
             )
         slopes = {path: grads[path] if path in grads else torch.zeros_like(p) for path, p in self._parameters.items()}
         for p in self._parameters.values():
@@ -245,7 +246,25 @@ class SimulatedWeights:
         ended = {path: p.grad for path, p in self._parameters.items() if p.grad is not None}
         if not ended:
             raise ValueError("no backward pass ran in the block of climbed(): call backward() inside")
-        self._climbed = {path: (grad, _version(grad)) for path, grad in ended.items()}
+        self._climbed = {path: (ref(grad), _version(grad)) for path, grad in ended.items()}
+
+    def _climbs_again(self, grads: Mapping[str, Tensor]) -> bool:
+        """Whether gradients hold those of the last block of `climbed`, or only one backward pass was added to all.
+
+        An update, and zeros in place, would be a write more: that pass is the first one of another micro-batch.
+        """
+        kept = {path: self._climbed[path] for path in grads if path in self._climbed}
+        writes = [_version(grads[path]) - before for path, (own, before) in kept.items() if own() is grads[path]]
+        added = len(writes) == len(grads) and max(writes) <= 1
+        return 0 in writes or (added and not tree.written(self._parameters, self._versions))
+
+    def _refuse_elsewhere(self, paths: Iterable[str]) -> None:
+        if read := [(path, name) for name in _ELSEWHERE for path in paths if _is_set(self._parameters[path], name)]:
+            path, name = read[0]
+            raise ValueError(
+                f"parameter {path!r} has {name}, by which an optimizer may step instead of by the gradient of these "
+                "blocks: DP-SGD and optimizers with gradients of their own are not supported"
+            )
 
     def _check_closed(self) -> None:
         if self._kept or (self._module is not None and trained.bare(self._module) in _OPEN):
@@ -446,12 +465,7 @@ class SimulatedWeights:
         if self._looked:  # at all in the first step, then at one a step, in its turn
             paths = paths[self._looked % max(1, len(paths)) :][:1]
         self._looked += 1
-        if read := [(path, name) for name in _ELSEWHERE for path in paths if _is_set(self._parameters[path], name)]:
-            path, name = read[0]
-            raise ValueError(
-                f"parameter {path!r} has {name}, by which an optimizer may step instead of by the gradient that is "
-                "reweighted: DP-SGD and optimizers with gradients of their own are not supported"
-            )
+        self._refuse_elsewhere(paths)
         if drawn is not self._passed:
             raise ValueError(
                 "this Draw object is not that of the last block, or its gradient is reweighted already: reweight once "

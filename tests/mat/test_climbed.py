@@ -152,7 +152,8 @@ def test_what_would_be_silently_wrong_is_told():
             squares(module, BATCH)[0].backward()
             with pytest.raises(ValueError, match="a block inside another block"), inner:
                 raise AssertionError("the block has begun")
-        squares(module, BATCH)[0].backward()  # on top of those of the block
+        module.zero_grad()
+        squares(module, BATCH)[0].backward()
     with pytest.raises(ValueError, match="written to while"), states.climbed(), torch.no_grad():
         module.layers[1][0].bias += 1
     assert_trees_equal(copies(module), theta)
@@ -160,6 +161,40 @@ def test_what_would_be_silently_wrong_is_told():
         squares(module, BATCH)[0].backward()
     with pytest.raises(ValueError, match="gradient of the draw before was not reweighted"), states.climbed():
         raise AssertionError("the block has begun")
+
+
+def test_a_block_for_every_micro_batch_is_told():
+    """As those of `at` are: the gradient of all micro-batches but the last would be lost."""
+    module = net()
+    states = SimulatedWeights.of(module)
+    squares(module, BATCH)[0].backward()
+    with states.climbed(rho=RHO):
+        squares(module, BATCH)[0].backward()
+    squares(module, BATCH)[0].backward()
+    with pytest.raises(ValueError, match="were added to, those of the climbed\\(\\) block before"), states.climbed():
+        raise AssertionError("the block has begun")
+
+
+@pytest.mark.parametrize("name", ["grad_sample", "main_grad"])
+def test_gradients_that_an_optimizer_reads_elsewhere_are_told(name):
+    module = net()
+    states = SimulatedWeights.of(module)
+    squares(module, BATCH)[0].backward()
+    setattr(module.layers[1][0].bias, name, BATCH)
+    with pytest.raises(ValueError, match=f"bias. has {name}, by which an optimizer may step"), states.climbed():
+        raise AssertionError("the block has begun")
+
+
+def test_the_gradient_of_the_block_is_not_in_memory_after_zero_grad():
+    module = net()
+    states = SimulatedWeights.of(module)
+    for _ in range(2):
+        squares(module, BATCH)[0].backward()
+        with states.climbed(rho=RHO):
+            squares(module, BATCH)[0].backward()
+        alive = [weakref.ref(p.grad) for p in module.parameters()]
+        module.zero_grad()
+        assert not any(ref() is not None for ref in alive)
 
 
 def test_gradients_that_are_zeroed_in_place_are_new_ones():
