@@ -48,6 +48,7 @@ class TextRows(NamedTuple):
     prompts: tuple[str, ...]
     answers: tuple[str, ...]
     choices: tuple[tuple[str, ...], ...] = ()
+    empty: int = 0  # rows of the source that are left out: plain texts of white space alone
 
     @property
     def plain(self) -> bool:
@@ -72,8 +73,8 @@ def load_rows(
     Text rows have the columns ``prompt`` and ``answer``, plain texts ``text`` and neither of these, image rows
     ``image`` (encoded) and ``label``; an ``.npz`` has ``images`` uint8 (N, H, W, 3), ``labels`` (N,) integers and
     ``class_names`` (C,). Others are left out, but a ``text`` beside a column of another kind of rows, such as label or
-    messages, must be named by ``columns``. Every image is decoded once, to be checked; all but those of an .npz then
-    stay encoded.
+    messages, must be named by ``columns``. Plain texts of white space alone are left out, and counted. Every image is
+    decoded once, to be checked; all but those of an .npz then stay encoded.
 
     Args:
         source: a folder with ``<task>/<split>`` as .json (a list of objects), .jsonl, .csv, .parquet or .npz, as a
@@ -174,7 +175,7 @@ def _of_conversation(messages: Any) -> str:
 def take(rows: Rows, indices: Sequence[int]) -> Rows:
     """The rows of these indices, in this order."""
     if isinstance(rows, TextRows):
-        prompts, answers, choices = rows
+        prompts, answers, choices = rows[:3]
         own = tuple(choices[i] for i in indices) if choices else ()
         return TextRows(tuple(prompts[i] for i in indices), tuple(answers[i] for i in indices), own)
     chosen = np.asarray(indices, dtype=np.int64)
@@ -428,7 +429,7 @@ def _texts(where: str, columns: Mapping[str, Sequence[Any]], *, beside: bool) ->
     for name, values in columns.items():
         if name == "choices":
             continue
-        own = checks if name == "answer" else (*checks, ("is empty", lambda value: not value.strip()))
+        own = checks if name in ("answer", "text") else (*checks, ("is empty", lambda value: not value.strip()))
         bad: dict[str, list[int]] = {what: [] for what, _ in own}
         for i, value in enumerate(values):
             if what := next((what for what, fails in own if fails(value)), None):
@@ -437,8 +438,10 @@ def _texts(where: str, columns: Mapping[str, Sequence[Any]], *, beside: bool) ->
             f"the {name} of {name_rows(rows)} {what}{_instead(values[rows[0]])}" for what, rows in bad.items() if rows
         ]
     complain(where, [*problems, *_of_choices(choices, columns.get("answer", ()))])
-    if "text" in columns:
-        return TextRows(("",) * len(columns["text"]), tuple(columns["text"]))
+    if "text" in columns:  # of WikiText every third one is empty
+        texts = tuple(text for text in columns["text"] if text.strip())
+        complain(where, [] if texts else [f"every text is empty, of {len(columns['text'])}: give some with words"])
+        return TextRows(("",) * len(texts), texts, empty=len(columns["text"]) - len(texts))
     return TextRows(tuple(columns["prompt"]), tuple(columns["answer"]), tuple(map(tuple, choices)))
 
 

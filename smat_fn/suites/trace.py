@@ -239,9 +239,13 @@ class Trace(BaseSuite):
 
     def _row_texts(self, task: str, split: str) -> TextRows:
         """Rows of a split, with their choices where these are scored."""
-        return _texts(
+        rows = _texts(
             self.options, task, split, choices=split != "train" and self._by_likelihood(task) in likelihood.CHOICES
         )
+        if rows.empty:
+            every = len(rows.answers) + rows.empty
+            self.notes += (f"{rows.empty} of the {every} texts of {task} ({SPLITS[split]}) are empty, and left out",)
+        return rows
 
     def _with_made(self, task: str, splits: dict[str, Any], missing: tuple[str, ...]) -> dict[str, Any]:
         """The splits with those that are missing, made from train."""
@@ -727,7 +731,7 @@ def _size(rows: TextRows | Sequence[Conversation]) -> int:
 
 def _hashed(rows: Any) -> Any:
     """Rows as they are hashed: without the place of choices where there are none, as runs begun before have them."""
-    return rows[:2] if isinstance(rows, TextRows) and not rows.choices else rows
+    return rows[: 3 if rows.choices else 2] if isinstance(rows, TextRows) else rows
 
 
 def _length(example: text.Example) -> int:

@@ -202,6 +202,31 @@ def test_splits_are_made_of_texts_that_differ(load, tmp_path):
     assert "1 of the 6 dev rows of law are training rows too: scores on them are too high" in notes
 
 
+def test_empty_texts_are_left_out_with_a_note(load, suite, tmp_path):
+    """As a third of the rows of WikiText."""
+    write_texts(tmp_path / "rows", "law")
+    for split, count in (("train", 3), ("eval", 1)):
+        file = tmp_path / f"rows/law/{split}.jsonl"
+        lines = file.read_text().splitlines(keepends=True)
+        file.write_text(
+            "".join(lines[:2] + ['{"text": ""}\n', '{"text": " \\n "}\n', '{"text": ""}\n'][:count] + lines[2:])
+        )
+    own = load(data=str(tmp_path / "rows"))
+    assert own.notes[:2] == (
+        "3 of the 14 texts of law (train) are empty, and left out",
+        "1 of the 5 texts of law (eval) are empty, and left out",
+    )
+    assert len(own.notes) == 1 + 2
+    assert {name: value for name, value in own.train_rows("law").items() if name != "from"} == {
+        name: value for name, value in suite.train_rows("law").items() if name != "from"
+    }
+    assert own.content("law", "test") == suite.content("law", "test")
+    (tmp_path / "rows/law/dev.jsonl").unlink()
+    made = load(data=str(tmp_path / "rows"))
+    assert made.made == {"law": ("dev",)}
+    assert sum("left out" in note for note in made.notes) == 2
+
+
 def test_frozen_layers_run_once_for_a_window(suite, load):
     top = load(train_layers=1)
     params = {name: leaf + 0.1 for name, leaf in top.base.items()}
