@@ -17,7 +17,7 @@ from ..types import Micro
 from .batching import split_rows
 
 MULTIPLE = 8
-_TOGETHER = 1000  # rows that are tokenized in one call
+_TOGETHER = 1000, 2**20  # rows and characters that are tokenized in one call, but one row may have more
 Truncate: TypeAlias = Literal["right", "left", "prompt-middle"]
 Row: TypeAlias = tuple[str, str]
 
@@ -218,8 +218,15 @@ def _closed(texts: Sequence[str], tokenizer: Any) -> Iterator[list[int]]:
 def _ids(texts: Sequence[str], tokenizer: Any) -> Iterator[list[int]]:
     """Texts as tokens, with the special ones that the tokenizer adds."""
     options = {"add_special_tokens": True, "truncation": False, "padding": False, "verbose": False}
-    for first in range(0, len(texts), _TOGETHER):
-        yield from tokenizer(list(texts[first : first + _TOGETHER]), **options)["input_ids"]
+    part, size, (rows, most) = list[str](), 0, _TOGETHER
+    for text in texts:
+        if part and (len(part) == rows or size + len(text) > most):
+            yield from tokenizer(part, **options)["input_ids"]
+            part, size = [], 0
+        part.append(text)
+        size += len(text)
+    if part:
+        yield from tokenizer(part, **options)["input_ids"]
 
 
 def _check(max_length: int, tokenizer: Any, vocabulary: int) -> None:

@@ -70,8 +70,9 @@ def test_a_row_is_bos_prompt_line_end_answer_eos(plain):
 def test_many_rows_are_tokenized_in_parts(plain, monkeypatch, options):
     rows = ROWS * 4
     whole = encode(rows, plain, **options)
-    monkeypatch.setattr(text, "_TOGETHER", 3)
-    assert encode(rows, plain, **options) == whole
+    for together in ((3, 10**6), (1000, 30), (1000, 1)):
+        monkeypatch.setattr(text, "_TOGETHER", together)
+        assert encode(rows, plain, **options) == whole
     if not options.get("mask_prompt"):
         assert all(example.labels is example.input_ids for example in whole), "kept once"
 
@@ -158,6 +159,22 @@ def test_windows_of_a_text_as_long_as_the_limit_are_one(plain):
         len(text.windows(["Is water wet?"], plain, vocabulary=SIZE, max_length=length - less)[0]) for less in (0, 1)
     ]
     assert (len(whole), counts) == (1, [1, 2])
+
+
+def test_long_texts_are_tokenized_in_few_together():
+    """What a tokenizer makes of a text takes more memory than the text and its tokens."""
+    seen = []
+
+    class Seen:
+        bos_token_id, eos_token_id, pad_token_id, vocab_size = BOS, EOS, PAD, SIZE
+
+        def __call__(self, texts, **options):
+            seen.append(sum(map(len, texts)))
+            return {"input_ids": [[3, 4] for _ in texts]}
+
+    texts = ["a" * 300_000] * 8 + ["b" * 3_000_000] + ["c"] * 2500
+    assert len(text.windows(texts, Seen(), vocabulary=SIZE)) == len(texts)
+    assert seen == [900_000, 900_000, 600_000, 3_000_000, 1000, 1000, 500]
 
 
 def test_windows_refuse_what_encode_refuses(plain):
