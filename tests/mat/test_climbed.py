@@ -197,14 +197,36 @@ def test_the_gradient_of_the_block_is_not_in_memory_after_zero_grad():
         assert not any(ref() is not None for ref in alive)
 
 
-def test_gradients_that_are_zeroed_in_place_are_new_ones():
+def in_place(module):
+    module.zero_grad(set_to_none=False)
+
+
+def by_data(module):
+    for p in module.parameters():
+        p.grad.data.zero_()
+
+
+@pytest.mark.parametrize("clear", [in_place, by_data])
+def test_gradients_that_are_zeroed_in_place_are_new_ones(clear):
     module = net()
-    states = SimulatedWeights.of(module)
+    states, optimizer = SimulatedWeights.of(module), torch.optim.SGD(module.parameters(), lr=LR)
     for _ in range(2):
         squares(module, BATCH)[0].backward()
         with states.climbed(rho=RHO):
             squares(module, BATCH)[0].backward()
-        module.zero_grad(set_to_none=False)
+        optimizer.step()
+        clear(module)
+
+
+def test_a_second_block_after_an_update_is_told():
+    module = net()
+    states, optimizer = SimulatedWeights.of(module), torch.optim.SGD(module.parameters(), lr=LR)
+    squares(module, BATCH)[0].backward()
+    with states.climbed(rho=RHO):
+        squares(module, BATCH)[0].backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="those of the climbed\\(\\) block before"), states.climbed():
+        raise AssertionError("the block has begun")
 
 
 @pytest.mark.parametrize("options", [{"switch": False}, {"starts": {"w": 0}}])
