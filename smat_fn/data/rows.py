@@ -489,7 +489,9 @@ def _absent(kind: Sequence[str], names: Mapping[str, str], there: Sequence[str])
     if lacking == ["answer"] and near:
         way = way.replace("NAME", near[0])
     if "prompt" in lacking:
+        own = names.get("text")  # of conversations there are none
         way += "; image rows need a column 'image'"
+        way += f", plain texts {own!r} (or columns text=NAME)" if own not in (None, *there) else ""
     if {"instruction", "output"} <= {*there}:
         way = "write instruction and input into one column prompt, and name output answer"
     if {"text", "label"} <= {*there}:

@@ -523,6 +523,9 @@ def test_missing_and_empty_columns_of_tables(tmp_path):
     write_table(tmp_path / "a.parquet", picture=[b""])
     with pytest.raises(ValueError, match=r"columns 'prompt' and 'answer' are missing.*image rows need a column"):
         load_rows(tmp_path / "a.parquet", "t", "train")
+    write_table(tmp_path / "a.parquet", content=["a"], repo=["b"])
+    with pytest.raises(ValueError, match=r"'image', plain texts 'text' \(or columns text=NAME\)$"):
+        load_rows(tmp_path / "a.parquet", "t", "train")
     write_table(tmp_path / "a.parquet", prompt=[], answer=[])
     with pytest.raises(ValueError, match="there are no rows"):
         load_rows(tmp_path / "a.parquet", "t", "train")
