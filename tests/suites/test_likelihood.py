@@ -306,7 +306,7 @@ def test_an_encoder_decoder_is_scored_by_its_targets(load, encoder_decoder):
     assert suite.score(suite.base, "mine", "dev") == pytest.approx(100 * math.exp(-mean), rel=1e-4)
     choice = load(**encoder_decoder, metric="choice")
     rows, tokenizer, right = choice._rows["mine", "dev"], choice._lm.tokenizer, []
-    for prompt, answer, own in zip(*rows, strict=True):
+    for prompt, answer, own in zip(*rows[:3], strict=True):
         sums = []
         for text in own:
             target = torch.tensor([tokenizer(text_target=text)["input_ids"]])
