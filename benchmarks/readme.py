@@ -431,7 +431,17 @@ def merge(result: dict[str, Any]) -> str:
         "in bfloat16, for which mergekit may need more memory than the machine has. CPU time is of all threads, for "
         "each weight of each expert; copying reads all inputs and writes one output as plain bytes. "
         f"{_alone(cases)}From `{result['command']}` at commit {result['commit'][:7]} on {result['hardware']}."
-        f"{_later(result)}\n"
+        f"{_earlier(result)}{_later(result)}\n"
+    )
+
+
+def _earlier(result: dict[str, Any]) -> str:
+    """A sentence on cases that were measured at an earlier commit."""
+    found = dict[str, list[str]]()
+    for case, commit in result.get("earlier", {}).items():
+        found.setdefault(commit[:7], []).append(case)
+    return "".join(
+        f" The rows of {' and '.join(own)} are from an earlier run, at commit {c}." for c, own in found.items()
     )
 
 
