@@ -225,10 +225,14 @@ def ranked(loops: ModuleType, read: Any, by_rank: Any, out: Any, room: Room | No
     like = numpy.empty(0, numpy.uint16 if length <= MOST else numpy.uint32)
     if length >= SHORT and loops.ranked_by_counts(read, size, by_rank, like, out):
         return
-    sizes = array(room("sizes", size, torch.int32)).view(numpy.uint32)
-    for own, numbers, to in zip(read[-count:], numpy.broadcast_to(by_rank, (count, length)), out, strict=True):
-        loops.magnitudes(numpy.stack([*read[:-count], own]), size, sizes)
-        loops.ranked_in_order(*ordered(loops, sizes, length, room), numpy.ascontiguousarray(numbers), to)
+    vectors = array(room("vectors", count * size, torch.float32)).reshape(count, size)
+    if len(read) > count:  # base is read once for all experts
+        loops.vectors(read, size, vectors)
+    else:
+        loops.magnitudes(read, size, vectors[0].view(numpy.uint32))
+    for own, numbers, to in zip(vectors, numpy.broadcast_to(by_rank, (count, length)), out, strict=True):
+        order = ordered(loops, own.view(numpy.uint32), length, room)
+        loops.ranked_in_order(*order, numpy.ascontiguousarray(numbers), to)
 
 
 def ordered(loops: ModuleType, sizes: Any, length: int, room: Room) -> Any:
