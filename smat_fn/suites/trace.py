@@ -5,7 +5,7 @@ minimises the mean negative log-likelihood of every token (`text`), of an encode
 a score is the task's metric of decoded answers. The paper's seven (`TASKS`) have metrics and decoding of their own;
 all other tasks, those of TRACE that the paper leaves out too (Py150), are decoded greedily and scored by the option
 ``metric``, which may also read log probabilities of given answers (`likelihood`). Rows of a task may be plain texts
-instead, which are trained and scored whole, in windows (`text.windows`), by likelihood whatever the metric of others.
+instead: all of a text is trained, and scored by likelihood, in windows (`text.windows`); ``metric`` is not for them.
 """
 
 import inspect

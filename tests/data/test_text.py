@@ -162,7 +162,7 @@ def test_windows_of_a_text_as_long_as_the_limit_are_one(plain):
 
 
 def test_long_texts_are_tokenized_in_few_together():
-    """What a tokenizer makes of a text takes more memory than the text and its tokens."""
+    """Tokenizing takes more memory than a text and its tokens: calls are limited by characters too."""
     seen = []
 
     class Seen:

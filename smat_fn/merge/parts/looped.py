@@ -240,7 +240,7 @@ def ordered(loops: ModuleType, sizes: Any, length: int, room: Room) -> Any:
 
     NumPy sorts by the vector units of the processor, and 32 bits in half of the time that 64 take.
 
-    Args: sizes, room: as `ranked`'s.
+    Args: sizes: uint32, bits of float32 whose sign does not matter, whole rows; room: as of `Window`.
     """
     bits = (length - 1).bit_length()
     if bits <= WIDEST:
