@@ -48,9 +48,10 @@ def run_by_data(trial: Trial, work: Path, test: bool, keep: bool) -> Outcome:
     if ``keep`` is set.
     """
     from smat_fn.scripts.merge.by_data import regress
-    from smat_fn.scripts.merge.inputs import find_inputs, load_inputs
+    from smat_fn.scripts.merge.inputs import load_inputs
     from smat_fn.scripts.merge.settings import RegMeanPlus
     from smat_fn.scripts.merge.statistics import statistics_of_run
+    from smat_fn.scripts.run_folder import find_inputs
     from smat_fn.scripts.train.options import RunOptions
     from smat_fn.scripts.train.training import train_run
 
@@ -142,7 +143,7 @@ def tested(trial: Trial, suite: Suite, models: Mapping[str, Leaves], coefs: Mapp
 def searched(trial: Trial, folder: Path, *, moments: bool) -> dict[str, Model]:
     """Fisher averaging and RegMean from statistics beside the experts, the coefficient chosen on dev."""
     from smat_fn.scripts.merge.in_memory import Request, merge_run
-    from smat_fn.scripts.merge.inputs import find_inputs
+    from smat_fn.scripts.run_folder import find_inputs
 
     found, inputs = dict[str, Model](), find_inputs(folder)
     ways = {"merged": CONFIGS, **({"adam": (Fisher(weights_from="adam"),)} if moments else {})}

@@ -137,7 +137,7 @@ def _time_left(left: Sequence[Trial], seconds: Mapping[Kind, Sequence[float]], j
 
 def _train_and_merge(trial: Trial, folder: Path) -> Outcome:
     from smat_fn.scripts.merge.in_memory import Request, merge_run
-    from smat_fn.scripts.merge.inputs import find_inputs
+    from smat_fn.scripts.run_folder import find_inputs
     from smat_fn.scripts.train.options import RunOptions
     from smat_fn.scripts.train.training import train_run
 

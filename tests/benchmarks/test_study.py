@@ -27,7 +27,8 @@ from smat_fn.merge import fisher
 from smat_fn.report.tables import main_table, markdown
 from smat_fn.scripts.merge import in_memory, settings, statistics
 from smat_fn.scripts.merge.choosing import calibrate
-from smat_fn.scripts.merge.inputs import find_inputs, load_inputs
+from smat_fn.scripts.merge.inputs import load_inputs
+from smat_fn.scripts.run_folder import find_inputs
 from smat_fn.scripts.train import training
 from smat_fn.suites import digits, load_suite
 from smat_fn.suites.digits_base import Examples

@@ -31,7 +31,8 @@ from smat_fn.scripts.commands import eval as command
 from smat_fn.scripts.evaluate import evaluation
 from smat_fn.scripts.merge import in_memory, inputs
 from smat_fn.scripts.merge import suite as scoring
-from smat_fn.scripts.merge.inputs import find_inputs, load_inputs
+from smat_fn.scripts.merge.inputs import load_inputs
+from smat_fn.scripts.run_folder import find_inputs
 from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.training import train_run
 from smat_fn.suites import load_suite

@@ -17,7 +17,7 @@ from smat_fn.evaluate.likelihood import log_likelihoods
 from smat_fn.evaluate.records import Journal
 from smat_fn.scripts.evaluate import evaluation
 from smat_fn.scripts.merge.in_memory import Request, merge_run
-from smat_fn.scripts.merge.inputs import find_inputs
+from smat_fn.scripts.run_folder import find_inputs
 from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.training import train_run
 from smat_fn.suites import load_suite

@@ -16,7 +16,7 @@ from smat_fn.data import text
 from smat_fn.errors import problems_of
 from smat_fn.scripts.evaluate import evaluation
 from smat_fn.scripts.merge.in_memory import Request, merge_run
-from smat_fn.scripts.merge.inputs import find_inputs
+from smat_fn.scripts.run_folder import find_inputs
 from smat_fn.scripts.train.describe import _task_line
 from smat_fn.scripts.train.joint import joint_run
 from smat_fn.scripts.train.options import RunOptions

@@ -42,7 +42,7 @@ def interference(options: Interference) -> "Result":
         seed, and for experts that an interrupted --overwrite has yet to replace.
     """
     from ... import checkpoint
-    from ..merge.inputs import find_inputs, unreplaced
+    from ..run_folder import find_inputs, unreplaced
 
     given = options.base is not None, bool(options.experts)
     if any(given) if options.runs else not all(given):
@@ -88,7 +88,7 @@ def rows_of(
     from ...analyses.interference import interference as compute
     from ...folders.inputs.config_source import Sources
     from ...folders.inputs.opening import inputs_of, open_inputs
-    from ..merge.inputs import by_name
+    from ..merge.given import by_name
 
     known, problems = by_name(base, experts, None)
     errors.raise_problems(problems)

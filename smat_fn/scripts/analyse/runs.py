@@ -16,20 +16,12 @@ from ...evaluate import Scorer
 from ...merge.parts.masked import Masked
 from ...suites import Suite
 from ...types import Params
+from ..manifests import incomplete, manifest_of
 from ..merge.choosing import is_open, merge_one
-from ..merge.inputs import (
-    Inputs,
-    find_inputs,
-    incomplete,
-    like_base,
-    load_inputs,
-    manifest_of,
-    manifests_of,
-    mask_key,
-    trained_by,
-    unreplaced,
-)
+from ..merge.given import manifests_of
+from ..merge.inputs import Inputs, like_base, load_inputs, mask_key
 from ..merge.suite import common_suite
+from ..run_folder import find_inputs, trained_by, unreplaced
 
 
 class Run(NamedTuple):

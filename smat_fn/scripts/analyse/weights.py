@@ -123,7 +123,7 @@ def spaced(low: float, high: float, count: int) -> list[float]:
 def _answers_only(options: Landscape) -> Mapping[str, Any]:
     from ... import checkpoint
     from ...models.pretrained import is_encoder_decoder
-    from ..merge.inputs import find_inputs
+    from ..run_folder import find_inputs
 
     recipe = checkpoint.load_manifest(find_inputs(options.ft)[1][0]).get("suite") or {}
     causal = "mask_prompt" in recipe and not is_encoder_decoder(options.suite_options.get("model", recipe["model"]))

@@ -247,7 +247,8 @@ def main(args: Merge) -> None:
 
     from smat_fn.merge import CALIBRATION_COEFS
     from smat_fn.merge.parts.masked import of_all_tasks
-    from smat_fn.scripts.merge.inputs import all_inputs, manifests_of, sigma_note, trained_by, weight_of, weighted
+    from smat_fn.scripts.merge.given import manifests_of, weight_of, weighted
+    from smat_fn.scripts.run_folder import all_inputs, sigma_note, trained_by
 
     torch.set_num_threads(args.machine.threads)
     base, experts = (
@@ -382,7 +383,7 @@ def _check_over(args: Merge) -> None:
 def _check_trials(args: Merge, config: MergerConfig, base: Path, experts: Sequence[Path]) -> None:
     """Raises: ValueError for --trials without a search, without weights to try, and beside what it cannot be with."""
     from smat_fn.merge import check_trials, weights_of
-    from smat_fn.scripts.merge.inputs import by_name
+    from smat_fn.scripts.merge.given import by_name
 
     choice, merger = args.choice, args.merger
     if not choice.trials:

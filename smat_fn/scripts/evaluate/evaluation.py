@@ -27,9 +27,11 @@ from ...folders.multi_task import is_several, task_params
 from ...report.tables import JOINT, MainTable, main_table, markdown, other_table, other_tasks_of, plain
 from ...suites import Suite, load_suite
 from ...types import Params
-from ..merge.inputs import AGAIN, check_weights, incomplete, manifest_of, named, unreplaced, with_tasks_of
+from ..manifests import AGAIN, check_weights, incomplete, manifest_of, with_tasks_of
+from ..merge.given import named
 from ..merge.suite import made_problems, unlike
 from ..merge.whole_models import lacking_problems, own_dtype, suite_part, whole_base
+from ..run_folder import unreplaced
 
 # kinds of manifests that tell the tasks; an exported model is as one of another tool
 SCORED = "expert", checkpoint.JOINT, "merged"

@@ -20,7 +20,8 @@ from ...merge.parts.merger import Merger
 from .. import outcome
 from .card import adapter_card, licenses_of
 from .finished import base_of, hashes, is_finished, kept_adapter, texts
-from .inputs import by_name, mask_key, model_names, weight_of
+from .given import by_name, model_names, weight_of
+from .inputs import mask_key
 from .settings import MergeAdapters
 
 SPACES = {"knots": mergers.knots, "core_space": mergers.core_space}

@@ -17,9 +17,11 @@ from ...types import Batch
 from .. import outcome
 from ..cli import with_named
 from ..recipes.places import sources_text
+from ..run_folder import all_inputs
 from .card import CARD, card, licenses_of
+from .given import weight_of
 from .in_memory import sources_of
-from .inputs import Inputs, all_inputs, load_inputs, weight_of
+from .inputs import Inputs, load_inputs
 from .settings import AdaMerging, ByData, RegMeanPlus, check_given
 from .statistics import batches_of, digest, length, without_padding
 from .suite import made_problems, of_base, suite_and_part

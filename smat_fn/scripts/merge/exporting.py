@@ -17,10 +17,11 @@ from ...folders.inputs.reading import Folder
 from ...folders.multi_task import is_several, open_several
 from ...folders.run import export_task
 from .. import outcome
+from ..manifests import manifest_of
 from ..recipes.places import folder_name
 from .card import exported_card, licenses_of, rounding
 from .finished import hashes, texts
-from .inputs import manifest_of, model_names
+from .given import model_names
 from .on_disk import bytes_of, leaves_of
 from .origin import key_of_base, origin_of
 from .settings import Export

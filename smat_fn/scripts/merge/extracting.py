@@ -14,9 +14,9 @@ from ...folders.files import Hashing, size_text
 from ...folders.inputs.opening import open_input
 from ...folders.inputs.stacks import stack_parts
 from .. import outcome
+from ..manifests import manifest_of
 from ..recipes.places import placed_by_name, sources_text
 from .finished import hashes, is_finished, kept_adapter
-from .inputs import manifest_of
 from .settings import ExtractLora
 
 SETTINGS = "rank", "energy", "linear_only", "only", "skip"

@@ -24,7 +24,8 @@ from ..recipes.places import sources_text
 from .card import CARD, card, licenses_of
 from .choosing import Merged, Tuned, about, fingerprints, is_open, merge_one, sparsities, total, with_buffers
 from .finished import differences, is_merged, other_order, verify
-from .inputs import Inputs, by_name, depth_problems, facts_of, load_inputs, missing_of, read_statistics
+from .given import by_name
+from .inputs import Inputs, depth_problems, facts_of, load_inputs, missing_of, read_statistics
 from .searched import FLAG, Over, combined, text_of, weights_text
 from .snapshots import choose_snapshot
 from .suite import made_problems, of_base, scoring_suite

@@ -21,12 +21,13 @@ from ...folders.mixtures import Models, beside, merge_mixture, open_models
 from ...folders.prepare import out_dtypes
 from ...merge.around.mixture import ARCHITECTURES, MIXTRAL, QWEN2, QWEN3, Architecture, random_rows, rows
 from .. import outcome
+from ..manifests import manifest_of, rewritten_meanwhile
 from ..recipes.load import fields_of
 from ..recipes.places import folder_name, folders_beside, placed, placed_by_name
 from ..recipes.problems import DTYPES
 from .card import card, licenses_of
 from .finished import differences, hashes, other_inputs, texts
-from .inputs import facts_of, manifest_of, rewritten_meanwhile
+from .inputs import facts_of
 from .on_disk import bytes_of, expert_prints, fingerprints_of
 from .settings import Moe
 

@@ -39,11 +39,13 @@ from ...folders.writing import exclusive, tidy
 from ...merge import lines_rules
 from ...merge.parts.masked import of_all_tasks
 from .. import outcome
+from ..manifests import manifest_of, other_weights, rewritten_meanwhile
 from ..recipes.own import BESIDE, OWN, written
 from ..recipes.places import placed_by_name
 from .card import card, licenses_of, rounding
 from .finished import differences, hashes, is_merged, other_inputs, seconds_to_hash, texts
-from .inputs import by_name, depth_problems, facts_of, manifest_of, mask_key, other_weights, rewritten_meanwhile
+from .given import by_name
+from .inputs import depth_problems, facts_of, mask_key
 from .origin import base_problems, name_problems
 
 DONE = "already finished: its files and inputs match its model card"

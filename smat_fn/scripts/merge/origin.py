@@ -13,7 +13,7 @@ from ...folders import open_folder, place_of
 from ...folders.inputs.adapters import is_adapter
 from ...folders.inputs.reading import Folder
 from ...lora.adapters import A, B, layer_of
-from .inputs import manifest_of
+from ..manifests import manifest_of
 
 
 def key_of_base(model: Path) -> str:

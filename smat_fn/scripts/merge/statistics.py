@@ -22,7 +22,10 @@ from ...suites import Suite
 from ...suites.suite import EncoderSuite
 from ...types import Batch, Micro
 from .. import outcome
-from .inputs import find_inputs, like_base, load_inputs, manifest_of, named, value_for
+from ..manifests import manifest_of, value_for
+from ..run_folder import find_inputs
+from .given import named
+from .inputs import like_base, load_inputs
 from .settings import Statistics
 from .suite import OF_OTHERS, suite_and_part
 from .whole_models import SuitePart

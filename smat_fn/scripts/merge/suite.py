@@ -8,7 +8,8 @@ from typing import Any
 from ... import checkpoint, errors
 from ...errors import problems_of
 from ...suites import Suite, describe_options, load_suite
-from .inputs import Inputs, value_for, with_tasks_of
+from ..manifests import value_for, with_tasks_of
+from .inputs import Inputs
 from .whole_models import SuitePart, lacking_problems, of_whole_models, own_dtype, suite_part
 
 

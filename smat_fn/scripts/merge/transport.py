@@ -19,7 +19,9 @@ from ...suites import Suite, describe_options, load_suite
 from ...transport import alignments, descent_signs, gradfix_vector, theseus_vector
 from .. import outcome
 from ..cli import with_named
-from .inputs import Inputs, all_inputs, check_weights, load_inputs, manifest_of, moving
+from ..manifests import check_weights, manifest_of
+from ..run_folder import all_inputs, moving
+from .inputs import Inputs, load_inputs
 from .settings import Transport
 from .statistics import batches_of, digest, length, without_padding
 from .suite import common_suite, unlike

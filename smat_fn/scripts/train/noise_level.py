@@ -14,7 +14,7 @@ from ...parallel import ALONE, World
 from ...simulation import relative
 from ...suites import Suite
 from ...types import Params
-from ..merge.inputs import manifest_of
+from ..manifests import manifest_of
 from . import resuming
 from .logs import check_losses
 from .loop import budget, loss_of, schedules, train_expert

@@ -14,7 +14,7 @@ from ...errors import check_member, problems_of
 from ...grad import ModuleLoss
 from ...parallel import ALONE, World
 from ...types import Batch, Offload, Precision
-from ..merge.inputs import manifest_of
+from ..manifests import manifest_of
 from . import resuming, trackers
 from .loop import make_optimizer
 from .settings import RunSettings

@@ -7,7 +7,8 @@ from typing import Any
 
 from ... import checkpoint, errors
 from ...errors import problems_of
-from ..merge.inputs import BY_TASK, check_weights, is_free
+from ..manifests import BY_TASK, check_weights
+from ..run_folder import is_free
 from . import resuming
 from .options import RunOptions
 

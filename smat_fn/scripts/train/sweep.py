@@ -12,7 +12,7 @@ from ... import checkpoint, errors, machine
 from ...config import METHODS, MORE_METHODS, PRESETS, Smat
 from ...suites import task_names
 from .. import cli, outcome
-from ..merge.inputs import manifest_of
+from ..manifests import manifest_of
 from ..signals import leaving_on_signals
 from . import launching, resuming
 from .launching import Job, Launcher

@@ -23,7 +23,8 @@ from ...parallel import ALONE, World
 from ...suites import Suite
 from ...types import Params
 from ...where import mask_problems
-from ..merge.inputs import is_free, manifest_of
+from ..manifests import manifest_of
+from ..run_folder import is_free
 from . import resuming
 from .dev_curve import DevCurve, curve_of
 from .logs import Log

@@ -22,7 +22,7 @@ from smat_fn.scripts.analyse.scores import ExpertsCurve, experts_curve
 from smat_fn.scripts.evaluate import evaluation
 from smat_fn.scripts.evaluate.evaluation import evaluate, find_checkpoints, verdict, write_report
 from smat_fn.scripts.merge.in_memory import Request, merge_run
-from smat_fn.scripts.merge.inputs import find_inputs
+from smat_fn.scripts.run_folder import find_inputs
 from smat_fn.suites import load_suite
 from smat_fn.testing import assert_trees_equal
 

@@ -13,7 +13,7 @@ from smat_fn.scripts.evaluate.evaluation import evaluate, find_checkpoints, writ
 from smat_fn.scripts.evaluate.sources import read_sources
 from smat_fn.scripts.merge import on_disk
 from smat_fn.scripts.merge.in_memory import Request, merge_run
-from smat_fn.scripts.merge.inputs import find_inputs
+from smat_fn.scripts.run_folder import find_inputs
 
 OWN, OTHERS = ("rot90", "mirror"), ("negative", "stripes")
 

@@ -19,7 +19,7 @@ from smat_fn.evaluate.decoding import generator
 from smat_fn.scripts.analyse.predictions import Disentanglement, disentanglement
 from smat_fn.scripts.evaluate.evaluation import evaluate
 from smat_fn.scripts.merge.in_memory import Request, merge_run
-from smat_fn.scripts.merge.inputs import find_inputs
+from smat_fn.scripts.run_folder import find_inputs
 from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.training import train_run
 from smat_fn.suites import load_suite

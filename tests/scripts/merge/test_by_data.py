@@ -7,9 +7,10 @@ from smat_fn.checkpoint import same
 from smat_fn.merge.adamerging import adamerging
 from smat_fn.merge.reg_mean_plus import reg_mean_plus
 from smat_fn.scripts.merge import by_data
-from smat_fn.scripts.merge.inputs import find_inputs, load_inputs
+from smat_fn.scripts.merge.inputs import load_inputs
 from smat_fn.scripts.merge.settings import AdaMerging, RegMeanPlus
 from smat_fn.scripts.merge.statistics import batches_of
+from smat_fn.scripts.run_folder import find_inputs
 from smat_fn.suites.suite import BaseSuite
 
 TASKS = "mirror", "negative", "rot90", "stripes"

@@ -9,7 +9,8 @@ from smat_fn import checkpoint, merge
 from smat_fn.config import TaskArithmetic, TsvMerge, WeightAverage
 from smat_fn.scripts.merge import commands, in_memory, settings
 from smat_fn.scripts.merge.in_memory import Request, merge_run
-from smat_fn.scripts.merge.inputs import find_inputs, load_inputs
+from smat_fn.scripts.merge.inputs import load_inputs
+from smat_fn.scripts.run_folder import find_inputs
 
 
 def same(a, b):

@@ -17,7 +17,8 @@ from smat_fn.scripts.merge import choosing
 from smat_fn.scripts.merge import suite as scoring
 from smat_fn.scripts.merge.choosing import Models, Tried, calibrate, merge_one, total
 from smat_fn.scripts.merge.in_memory import Request, merge_run
-from smat_fn.scripts.merge.inputs import Inputs, find_inputs, load_inputs
+from smat_fn.scripts.merge.inputs import Inputs, load_inputs
+from smat_fn.scripts.run_folder import find_inputs
 
 TIES = Ties(keep=0.5, aggregate="sum", scope="global")
 TWO = ("stripes", "mirror")

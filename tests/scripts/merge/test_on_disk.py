@@ -38,9 +38,11 @@ from smat_fn.scripts.evaluate import evaluation
 from smat_fn.scripts.merge import exporting, finished, on_disk
 from smat_fn.scripts.merge.choosing import merge_one
 from smat_fn.scripts.merge.exporting import export
+from smat_fn.scripts.merge.given import model_names, named, weight_of
 from smat_fn.scripts.merge.in_memory import Request, merge_run
-from smat_fn.scripts.merge.inputs import find_inputs, load_inputs, model_names, named, weight_of
+from smat_fn.scripts.merge.inputs import load_inputs
 from smat_fn.scripts.merge.on_disk import plan_text
+from smat_fn.scripts.run_folder import find_inputs
 
 TA = TaskArithmetic(coef=0.4)
 TIES = Ties(coef=0.4, keep=0.5, aggregate="sum", scope="global")

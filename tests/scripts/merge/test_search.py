@@ -10,7 +10,8 @@ from smat_fn.evaluate import Scorer
 from smat_fn.scripts.merge import in_memory
 from smat_fn.scripts.merge import suite as scoring
 from smat_fn.scripts.merge.choosing import calibrate, merge_one, rerank
-from smat_fn.scripts.merge.inputs import Inputs, find_inputs
+from smat_fn.scripts.merge.inputs import Inputs
+from smat_fn.scripts.run_folder import find_inputs
 
 
 def toy(sampled, greedy):

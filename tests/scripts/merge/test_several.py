@@ -11,7 +11,7 @@ from smat_fn.config import Emr, TallMask
 from smat_fn.scripts.evaluate import evaluation
 from smat_fn.scripts.merge import finished, on_disk
 from smat_fn.scripts.merge.exporting import export
-from smat_fn.scripts.merge.inputs import find_inputs
+from smat_fn.scripts.run_folder import find_inputs
 
 ALL = [Emr(), TallMask(0.4)]
 

@@ -14,8 +14,9 @@ from smat_fn.evaluate import Scorer
 from smat_fn.scripts.merge import commands, on_disk, settings
 from smat_fn.scripts.merge.choosing import Merged
 from smat_fn.scripts.merge.in_memory import Request, merge_run
-from smat_fn.scripts.merge.inputs import Inputs, find_inputs, load_inputs
+from smat_fn.scripts.merge.inputs import Inputs, load_inputs
 from smat_fn.scripts.merge.snapshots import choose_snapshot, find_snapshots
+from smat_fn.scripts.run_folder import find_inputs
 
 TASKS = "mirror", "rot90"
 LONG = Training(steps=6, lr=2e-3, schedule="constant")

@@ -17,8 +17,9 @@ from smat_fn.folders.writing import locked
 from smat_fn.merge.statistics import diagonal_fisher, drawn_labels, input_grams
 from smat_fn.scripts.merge import on_disk, statistics
 from smat_fn.scripts.merge.in_memory import Request, merge_run
-from smat_fn.scripts.merge.inputs import find_inputs, load_inputs, read_statistics
+from smat_fn.scripts.merge.inputs import load_inputs, read_statistics
 from smat_fn.scripts.merge.settings import Statistics
+from smat_fn.scripts.run_folder import find_inputs
 
 DEFAULTS = {"kinds": ("fisher", "gram"), "rows": 20, "seed": 3}
 MAKING = """

@@ -10,11 +10,12 @@ from smat_fn.config import Finetune, Training
 from smat_fn.data.batching import split_rows
 from smat_fn.merge import ta
 from smat_fn.scripts.evaluate import evaluation
-from smat_fn.scripts.merge.inputs import all_inputs, find_inputs, load_inputs
+from smat_fn.scripts.merge.inputs import load_inputs
 from smat_fn.scripts.merge.settings import Transport
 from smat_fn.scripts.merge.statistics import batches_of
 from smat_fn.scripts.merge.suite import common_suite
 from smat_fn.scripts.merge.transport import transport
+from smat_fn.scripts.run_folder import all_inputs, find_inputs
 from smat_fn.scripts.train.options import RunOptions, check_run
 from smat_fn.suites import load_suite
 from smat_fn.transport import alignments, descent_signs, gradfix, theseus

@@ -11,7 +11,8 @@ from smat_fn.evaluate import Scorer
 from smat_fn.scripts.commands import merge as command
 from smat_fn.scripts.merge import commands, in_memory, settings
 from smat_fn.scripts.merge.in_memory import Request, merge_run
-from smat_fn.scripts.merge.inputs import find_inputs, load_inputs
+from smat_fn.scripts.merge.inputs import load_inputs
+from smat_fn.scripts.run_folder import find_inputs
 
 TASKS = ("mirror", "rot90")
 TIES = Ties(keep=0.4, aggregate="sum", scope="global")

@@ -15,7 +15,7 @@ from smat_fn.evaluate import read_results
 from smat_fn.report.tables import main_table, relative_table
 from smat_fn.scripts.evaluate.evaluation import evaluate, find_checkpoints, verdict, write_report
 from smat_fn.scripts.evaluate.sources import read_sources
-from smat_fn.scripts.merge.inputs import all_inputs
+from smat_fn.scripts.run_folder import all_inputs
 from smat_fn.scripts.train import resuming, sweep
 from smat_fn.scripts.train.joint import joint_run
 from smat_fn.scripts.train.options import RunOptions, check_run

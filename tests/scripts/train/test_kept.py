@@ -13,7 +13,7 @@ from smat_fn.checkpoint import same
 from smat_fn.config import DIGITS, Adapters, Training
 from smat_fn.grad import value_and_grad
 from smat_fn.scripts.evaluate import evaluation
-from smat_fn.scripts.merge.inputs import find_inputs
+from smat_fn.scripts.run_folder import find_inputs
 from smat_fn.scripts.train import training
 from smat_fn.scripts.train.loop import train_expert
 from smat_fn.scripts.train.options import RunOptions

@@ -24,7 +24,7 @@ from smat_fn import checkpoint, machine, optim, testing
 from smat_fn.config import DIGITS, Adapters, Msam, Training
 from smat_fn.folders.writing import locked
 from smat_fn.mat.finetune import State
-from smat_fn.scripts.merge.inputs import all_inputs
+from smat_fn.scripts.run_folder import all_inputs
 from smat_fn.scripts.train import resuming, training
 from smat_fn.scripts.train.logs import Log
 from smat_fn.scripts.train.resuming import Interrupted, Saver, Stop
