@@ -21,7 +21,9 @@ import tyro
 from smat_fn import random
 from smat_fn.config import preset_of
 from smat_fn.report.tables import main_table, markdown
-from smat_fn.scripts.evaluate.evaluation import evaluate, find_checkpoints, verdict, write_report
+from smat_fn.scripts.evaluate.evaluation import evaluate
+from smat_fn.scripts.evaluate.models import find_checkpoints
+from smat_fn.scripts.evaluate.outputs import verdict, write_report
 from smat_fn.scripts.merge.in_memory import Request, merge_run
 from smat_fn.scripts.merge.inputs import load_inputs
 from smat_fn.scripts.train.options import RunOptions

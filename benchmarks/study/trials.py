@@ -18,7 +18,8 @@ import torch
 from smat_fn import checkpoint, lora
 from smat_fn.analyses import interference
 from smat_fn.evaluate import Result
-from smat_fn.scripts.evaluate.evaluation import evaluate, find_checkpoints
+from smat_fn.scripts.evaluate.evaluation import evaluate
+from smat_fn.scripts.evaluate.models import find_checkpoints
 from smat_fn.scripts.evaluate.sources import OUTCOME
 from smat_fn.scripts.train import memory
 

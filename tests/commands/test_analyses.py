@@ -25,10 +25,11 @@ from smat_fn.analyses import results as of_results
 from smat_fn.config import DIGITS, PRESETS, Training
 from smat_fn.models import pretrained
 from smat_fn.report import plots, tables
+from smat_fn.scripts import run_folder
 from smat_fn.scripts.analyse import commands, pictures, predictions, scores, weights
 from smat_fn.scripts.analyse import runs as reading
 from smat_fn.scripts.commands import eval as command
-from smat_fn.scripts.evaluate import evaluation
+from smat_fn.scripts.evaluate import evaluation, models, outputs
 from smat_fn.scripts.merge import in_memory, inputs
 from smat_fn.scripts.merge import suite as scoring
 from smat_fn.scripts.merge.inputs import load_inputs
@@ -168,9 +169,9 @@ def asked(monkeypatch):
         tables: {"show": lambda table: None, "main_table": lambda rows, *, split: named("table", split)},
         checkpoint: {"load_manifest": lambda folder: {"suite": {"mask_prompt": False, "model": "llama"}}},
         pretrained: {"is_encoder_decoder": lambda model: model == "T5"},
-        inputs: {"find_inputs": lambda run: (run, [run])},
+        run_folder: {"find_inputs": lambda run: (run, [run])},
+        models: {"find_checkpoints": lambda paths: named("runs", [*paths]) or []},
         evaluation: {
-            "find_checkpoints": lambda paths: named("runs", [*paths]) or [],
             "evaluate": lambda folders, *, split, options, **more: got.update(split=split, options=options),
         },
         reading: {
@@ -238,10 +239,13 @@ def test_every_option_reaches_an_evaluation(monkeypatch):
             "relative_table": lambda rows, *, split: got.update(relative=split),
             "other_table": lambda rows, *, split: got.update(other=split), "other_tasks_of": lambda rows: [],
         },
-        evaluation: {
+        evaluation: {"evaluate": evaluated},
+        models: {
             "find_checkpoints": lambda paths: got.update(paths=paths) or [], "lacking_experts": lambda paths: [],
-            "evaluate": evaluated, "write_report": lambda out, *args, **more: got.update(out=out),
-            "manifests_of": lambda folders: {}, "verdict": lambda table: "none is best",
+            "manifests_of": lambda folders: {},
+        },
+        outputs: {
+            "write_report": lambda out, *args, **more: got.update(out=out), "verdict": lambda table: "none is best",
         },
     }.items():  # fmt: skip
         for name, stub in stubs.items():

@@ -23,10 +23,10 @@ from smat_fn.config import MERGERS, PRESETS, Della, Ties, WeightAverage
 from smat_fn.folders import chunk_of, writing
 from smat_fn.folders import run as stream
 from smat_fn.folders.parts import Part
+from smat_fn.scripts import run_folder
 from smat_fn.scripts.analyse import pictures
 from smat_fn.scripts.commands import merge as command
 from smat_fn.scripts.merge import commands, in_memory, on_disk, outside, settings, snapshots
-from smat_fn.scripts.merge import inputs as reading
 from smat_fn.scripts.recipes import load as recipes
 from smat_fn.scripts.recipes.own import Recipe
 
@@ -154,7 +154,7 @@ def received(monkeypatch):
 
     for module, name, stub in (
         (torch, "set_num_threads", took("threads")),
-        (reading, "all_inputs", lambda run: (run / "base", [run / "a", run / "b"])),
+        (run_folder, "all_inputs", lambda run: (run / "base", [run / "a", run / "b"])),
         (on_disk, "order", took("base", "experts")),
         (on_disk, "by_depth", lambda base, configs, lines: (base, lines)),
         (on_disk, "run", took("configs", "order")),

@@ -9,7 +9,7 @@ import smat_fn.report
 from smat_fn.evaluate import Result, read_results, write_results
 from smat_fn.report import plots, write_full_report
 from smat_fn.scripts.commands import eval as command
-from smat_fn.scripts.evaluate import evaluation, sources
+from smat_fn.scripts.evaluate import evaluation, models, sources
 
 from .conftest import assert_effects
 
@@ -122,7 +122,7 @@ def test_an_evaluation_says_that_it_replaces_the_results_of_another_that_ended_m
     own, other = (Result(label, "ta", "a", "test", 50.0, 0) for label in ("FT", "SMAT"))
     results = tmp_path / "results.jsonl"
     meanwhile = iter([lambda: None, lambda: write_results(results, [other])])
-    monkeypatch.setattr(evaluation, "find_checkpoints", lambda paths: [])
+    monkeypatch.setattr(models, "find_checkpoints", lambda paths: [])
     monkeypatch.setattr(evaluation, "evaluate", lambda folders, **options: next(meanwhile)() or [own])
     for said in (False, True):
         status, printed = call(tmp_path, "--out", tmp_path)

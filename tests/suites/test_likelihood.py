@@ -15,7 +15,7 @@ from smat_fn.config import Finetune, TaskArithmetic, Training
 from smat_fn.errors import problems_of
 from smat_fn.evaluate.likelihood import log_likelihoods
 from smat_fn.evaluate.records import Journal
-from smat_fn.scripts.evaluate import evaluation
+from smat_fn.scripts.evaluate import evaluation, models
 from smat_fn.scripts.merge.in_memory import Request, merge_run
 from smat_fn.scripts.run_folder import find_inputs
 from smat_fn.scripts.train.options import RunOptions
@@ -328,13 +328,13 @@ def test_a_search_and_scores_by_likelihood_resume(load, folders, tmp_path, monke
     assert len({score for _, score in curve}) == 10
     best = max(curve, key=lambda pair: pair[1])
     assert json.loads((merged / "manifest.json").read_text())["hyperparameters"]["coef"] == best[0]
-    rows = evaluation.evaluate(evaluation.find_checkpoints([tmp_path / "run"]), keep=tmp_path / "kept")
+    rows = evaluation.evaluate(models.find_checkpoints([tmp_path / "run"]), keep=tmp_path / "kept")
     scores = {(row.model, row.task): row.score for row in rows}
     assert scores["expert:mine", "mine"] > suite.score(suite.base, "mine", "test")
     answers = (tmp_path / "kept/answers.jsonl").read_text().splitlines()
     assert len(answers) == 4 * 4  # two experts on their own task, a merge on both
     monkeypatch.setattr("smat_fn.suites.trace.likelihood.reader", lambda *a, **k: pytest.fail("all scores are kept"))
-    assert evaluation.evaluate(evaluation.find_checkpoints([tmp_path / "run"]), keep=tmp_path / "kept") == rows
+    assert evaluation.evaluate(models.find_checkpoints([tmp_path / "run"]), keep=tmp_path / "kept") == rows
 
 
 def test_scores_of_two_metrics_in_one_table_have_a_note(load, tmp_path):

@@ -14,7 +14,7 @@ from smat_fn import checkpoint, random
 from smat_fn.config import Dev, Finetune, TaskArithmetic, Training
 from smat_fn.data import text
 from smat_fn.errors import problems_of
-from smat_fn.scripts.evaluate import evaluation
+from smat_fn.scripts.evaluate import evaluation, models
 from smat_fn.scripts.merge.in_memory import Request, merge_run
 from smat_fn.scripts.run_folder import find_inputs
 from smat_fn.scripts.train.describe import _task_line
@@ -293,9 +293,7 @@ def test_a_run_is_trained_searched_and_scored(load, tmp_path):
     (merged,) = merge_run(asked)
     manifest = checkpoint.load_manifest(merged)
     assert len({score for _, score in manifest["dev_curve"]}) == 10
-    rows = evaluation.evaluate(
-        evaluation.find_checkpoints([run, tmp_path / "joint"]), keep=tmp_path / "kept", base=True
-    )
+    rows = evaluation.evaluate(models.find_checkpoints([run, tmp_path / "joint"]), keep=tmp_path / "kept", base=True)
     scores = {(row.method, row.model, row.task): row.score for row in rows}
     base = losses(suite, suite.base, "eval")
     assert scores["BASE", "expert:law", "law"] == pytest.approx(100 / math.exp(sum(base) / len(base)), rel=1e-4)

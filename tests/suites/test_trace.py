@@ -25,7 +25,7 @@ from smat_fn.grad import value_and_grad
 from smat_fn.mat import finetune
 from smat_fn.models import causal_lm
 from smat_fn.optim import adamw
-from smat_fn.scripts.evaluate import evaluation
+from smat_fn.scripts.evaluate import evaluation, models
 from smat_fn.scripts.merge.in_memory import Request, merge_run
 from smat_fn.scripts.merge.inputs import facts_of, load_inputs
 from smat_fn.scripts.run_folder import find_inputs
@@ -1056,8 +1056,8 @@ def test_a_task_that_comes_later_joins_a_run_whose_model_and_data_have_moved(loa
         "A first one",
     ]
     loaded = []
-    monkeypatch.setattr(evaluation, "load_suite", lambda **asked: loaded.append(load_suite(**asked)) or loaded[-1])
-    rows = evaluation.evaluate(evaluation.find_checkpoints([out, tmp_path / "merged"]), options=places)
+    monkeypatch.setattr(models, "load_suite", lambda **asked: loaded.append(load_suite(**asked)) or loaded[-1])
+    rows = evaluation.evaluate(models.find_checkpoints([out, tmp_path / "merged"]), options=places)
     assert [(row.model, row.task) for row in rows] == [
         ("expert:A first one", "A first one"),
         ("expert:FOMC", "FOMC"),

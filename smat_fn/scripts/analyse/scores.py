@@ -136,7 +136,8 @@ def gains(options: Gains) -> "Result":
     """
     from ... import analyses
     from ...report.tables import main_table
-    from ..evaluate.evaluation import evaluate, find_checkpoints, manifests_of
+    from ..evaluate.evaluation import evaluate
+    from ..evaluate.models import find_checkpoints, manifests_of
     from .runs import result_of
 
     split, folders = options.split, find_checkpoints(options.runs)

@@ -69,23 +69,23 @@ def main(args: Eval) -> None:
     from smat_fn.folders.files import identity
     from smat_fn.report.plots import check_colours, main_plot
     from smat_fn.report.tables import main_table, other_table, other_tasks_of, relative_table, show, terminal
-    from smat_fn.scripts.evaluate import evaluation
+    from smat_fn.scripts.evaluate import evaluation, models, outputs
 
     torch.set_num_threads(args.threads)
     if args.plot:
         pictures.check_picture(args.plot)
-    raise_problems(evaluation.foreign_problems(args.out) if args.out else [])
-    folders = evaluation.find_checkpoints(args.checkpoints)
-    for note in evaluation.lacking_experts(args.checkpoints):
+    raise_problems(outputs.foreign_problems(args.out) if args.out else [])
+    folders = models.find_checkpoints(args.checkpoints)
+    for note in models.lacking_experts(args.checkpoints):
         outcome.line(f"note: {note}")
-    manifests = evaluation.manifests_of(folders).values()
+    manifests = models.manifests_of(folders).values()
     if args.plot:
         check_colours(manifest["label"] for manifest in manifests)
     if args.relative:  # whether each merge has its experts, before anything is scored
         relative_table(evaluation.planned(manifests, split=args.split, score=1.0), split=args.split)
     options = cli.with_named(args.suite_options, model=args.model, data=args.data)
     recipes: dict[Path, dict[str, Any]] = {}
-    before = identity(args.out / evaluation.RESULTS) if args.out else None
+    before = identity(args.out / outputs.RESULTS) if args.out else None
     rows = evaluation.evaluate(
         folders, split=args.split, options=options, implied=_implied(args.preset), keep=args.out, recipes=recipes,
         report=outcome.line, base=args.base, other_tasks=args.other_tasks,
@@ -102,19 +102,19 @@ def main(args: Eval) -> None:
     for row in rows:
         outcome.add("scores", vars(row))
     if args.out:
-        if identity(file := args.out / evaluation.RESULTS) != before:  # only the cache of scores is shared
+        if identity(file := args.out / outputs.RESULTS) != before:  # only the cache of scores is shared
             outcome.line(
                 f"note: replaces {file}, which another evaluation wrote meanwhile: rerun with the checkpoints of both"
             )
         tables = {"relative": relative, "other": other}
-        evaluation.write_report(args.out, rows, table, checkpoints=folders, recipes=recipes, **tables)
+        outputs.write_report(args.out, rows, table, checkpoints=folders, recipes=recipes, **tables)
         outcome.line(f"results: {args.out}")
         outcome.add("written", args.out)
     if args.plot:
         write_bytes(args.plot, main_plot(table, title=f"{args.split} score, mean over tasks"))
         outcome.line(f"plot: {args.plot}")
         outcome.add("written", args.plot)
-    outcome.line(verdict := evaluation.verdict(table))
+    outcome.line(verdict := outputs.verdict(table))
     outcome.add("verdict", verdict)
     raise_problems(problems)
 

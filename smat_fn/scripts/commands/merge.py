@@ -245,8 +245,6 @@ def main(args: Merge) -> None:
     _check_over(args)
     import torch
 
-    from smat_fn.merge import CALIBRATION_COEFS
-    from smat_fn.merge.parts.masked import of_all_tasks
     from smat_fn.scripts.merge.given import manifests_of, weight_of, weighted
     from smat_fn.scripts.run_folder import all_inputs, sigma_note, trained_by
 
@@ -262,17 +260,7 @@ def main(args: Merge) -> None:
     _check_grid(args.choice, configs, args.merger)
     _check_trials(args, configs[0], base, experts)
     cli.with_named(args.choice.suite_options, data=args.choice.data)
-    for option, value in {"--data": args.choice.data, "--suite-options": args.choice.suite_options}.items():
-        if value and not (args.choice.search or args.choice.calibrate):
-            raise ValueError(f"{option} requires --search or --calibrate")
-    if args.choice.calibrate and not any(config.name in CALIBRATION_COEFS[preset.family] for config in configs):
-        sparse = ", ".join(CALIBRATION_COEFS[preset.family])
-        raise ValueError(f"--calibrate chooses the sparsity of {sparse}: leave it out with {args.merger.name}")
-    if args.choice.snapshots and not (args.choice.search and args.inputs.run):
-        raise ValueError("--snapshots requires --run and --search")
-    every = [config.name for config in configs if of_all_tasks(config)]
-    if every and (args.choice.search or args.choice.calibrate or args.output.plot):
-        raise ValueError(f"{every[0]} for all tasks is not a model for --search, --calibrate or --plot: give --task")
+    _check_data(args, preset, configs)
     merge = in_memory if (args.choice.search and args.choice.score is None) or args.choice.calibrate else on_disk
     if not args.output.dry_run:
         found = "expert" + "s" * (len(experts) != 1) + ("" if args.inputs.run is None else f" of {args.inputs.run}")
@@ -297,6 +285,24 @@ def main(args: Merge) -> None:
         picture(plot, rows, [args.output.out / config.name for config in searched])
         outcome.line(f"plot: {plot}")
         outcome.add("written", plot)
+
+
+def _check_data(args: Merge, preset: Preset, configs: Sequence[MergerConfig]) -> None:
+    """Raises: ValueError for options of a search or a calibration without one, and for mergers that have none."""
+    from smat_fn.merge import CALIBRATION_COEFS
+    from smat_fn.merge.parts.masked import of_all_tasks
+
+    for option, value in {"--data": args.choice.data, "--suite-options": args.choice.suite_options}.items():
+        if value and not (args.choice.search or args.choice.calibrate):
+            raise ValueError(f"{option} requires --search or --calibrate")
+    if args.choice.calibrate and not any(config.name in CALIBRATION_COEFS[preset.family] for config in configs):
+        sparse = ", ".join(CALIBRATION_COEFS[preset.family])
+        raise ValueError(f"--calibrate chooses the sparsity of {sparse}: leave it out with {args.merger.name}")
+    if args.choice.snapshots and not (args.choice.search and args.inputs.run):
+        raise ValueError("--snapshots requires --run and --search")
+    every = [config.name for config in configs if of_all_tasks(config)]
+    if every and (args.choice.search or args.choice.calibrate or args.output.plot):
+        raise ValueError(f"{every[0]} for all tasks is not a model for --search, --calibrate or --plot: give --task")
 
 
 def _check_inputs(args: Merge) -> None:

@@ -12,7 +12,8 @@ from ...analyses.plots import draw
 from ...evaluate import Result, read_results
 from ...evaluate.results import RUNS, SET, Run, check_type, checked, once, read_rows, run_of, text_lines
 from ...report import Section, Table, with_muon
-from .evaluation import RESULTS, SCORED
+from .models import SCORED
+from .outputs import RESULTS
 
 OUTCOME = "outcome.json"  # of a trial of a study
 BY_LABEL = ("dev", "lr", "chosen")  # of a study: the tuning of each method

@@ -19,8 +19,10 @@ from smat_fn.scripts.analyse import runs as reading
 from smat_fn.scripts.analyse.pictures import Interference, check_picture, interference
 from smat_fn.scripts.analyse.runs import load_runs
 from smat_fn.scripts.analyse.scores import ExpertsCurve, experts_curve
-from smat_fn.scripts.evaluate import evaluation
-from smat_fn.scripts.evaluate.evaluation import evaluate, find_checkpoints, verdict, write_report
+from smat_fn.scripts.evaluate import evaluation, models, notes, outputs, weights
+from smat_fn.scripts.evaluate.evaluation import evaluate
+from smat_fn.scripts.evaluate.models import find_checkpoints
+from smat_fn.scripts.evaluate.outputs import verdict, write_report
 from smat_fn.scripts.merge.in_memory import Request, merge_run
 from smat_fn.scripts.run_folder import find_inputs
 from smat_fn.suites import load_suite
@@ -120,9 +122,9 @@ def test_tasks_without_an_expert_are_named(runs, tmp_path):
     (run / "extra").mkdir()
     (run / ".extra").mkdir()
     lacking = [f"{run / name} holds no finished expert: it is not scored" for name in ("extra", "mirror")]
-    assert evaluation.lacking_experts([run, run / "rot90"]) == lacking
-    assert evaluation.lacking_experts([tmp_path, Path("task=folder")]) == lacking
-    assert evaluation.lacking_experts([runs["ft"]]) == []
+    assert models.lacking_experts([run, run / "rot90"]) == lacking
+    assert models.lacking_experts([tmp_path, Path("task=folder")]) == lacking
+    assert models.lacking_experts([runs["ft"]]) == []
 
 
 def test_experts_are_scored_on_their_task_and_merged_models_on_theirs(rows, folders, suite):
@@ -178,11 +180,11 @@ def copied(folder, place, **facts):
 def test_the_whole_model_of_a_suite_is_read_for_merges_of_whole_models_alone(merged, suite, monkeypatch):
     folder, asked = merged["ft"] / "ta", []
     manifest = checkpoint.load_manifest(folder)
-    monkeypatch.setattr(evaluation, "whole_base", asked.append)
-    evaluation._models({folder: manifest}, {}, {}, "test")
+    monkeypatch.setattr(models, "whole_base", asked.append)
+    models.suited({folder: manifest}, {}, {}, "test")
     assert not asked
     with pytest.raises(ValueError, match="ta was made from another base than suite 'digits' gives"):
-        evaluation._models({folder: manifest | {"base_fingerprint": "0" * 64}}, {}, {}, "test")
+        models.suited({folder: manifest | {"base_fingerprint": "0" * 64}}, {}, {}, "test")
     assert len(asked) == 1
 
 
@@ -266,12 +268,12 @@ def test_only_files_that_an_evaluation_wrote_are_written_to(folders, rows, tmp_p
     evaluate(folders[:1], keep=tmp_path)
     names = sorted(file.name for file in tmp_path.iterdir())
     assert names == ["results.json", "results.jsonl", "runs.jsonl", "scores.jsonl", "table.md"]
-    assert evaluation.foreign_problems(tmp_path) == []
+    assert outputs.foreign_problems(tmp_path) == []
     (tmp_path / "table.md").write_text("")
-    assert evaluation.foreign_problems(tmp_path) == []
+    assert outputs.foreign_problems(tmp_path) == []
     for name in (*names, "answers.jsonl"):
         (tmp_path / name).write_text("mine")
-        (problem,) = evaluation.foreign_problems(tmp_path)
+        (problem,) = outputs.foreign_problems(tmp_path)
         assert (
             problem == f"{tmp_path / name} holds something else than is written there: move it, or choose another place"
         )
@@ -363,10 +365,10 @@ def test_of_an_expert_of_another_tool_a_suite_takes_its_own_part(tmp_path):
     suite = SimpleNamespace(
         name="own", recipe={"model": str(tmp_path / "base")}, base={"w": base["vision_model.w"]}, reads=None
     )
-    found = evaluation._foreign_leaves(tmp_path / "tower", "a", suite, print)
+    found = weights._foreign_leaves(tmp_path / "tower", "a", suite, print)
     assert {name: leaf.tolist() for name, leaf in found.items()} == {"w": torch.ones(2, 3).tolist()}
     with pytest.raises(ValueError, match=r"whole differs from its base in 'text_model.w', which suite 'own' takes"):
-        evaluation._foreign_leaves(tmp_path / "whole", "a", suite, print)
+        weights._foreign_leaves(tmp_path / "whole", "a", suite, print)
 
 
 @pytest.mark.parametrize("trained", [True, False])
@@ -381,11 +383,11 @@ def test_what_no_score_depends_on_may_differ_from_the_base(trained, tmp_path):
     base = {name: start[name] for name in ("embed_tokens.weight", "layers.0.w")[not trained :]}
     suite = SimpleNamespace(name="own", recipe={"model": str(tmp_path / "base")}, base=base, reads=None)
     if trained:
-        found = evaluation._foreign_leaves(tmp_path / "tied", "a", suite, print)
+        found = weights._foreign_leaves(tmp_path / "tied", "a", suite, print)
         assert_trees_equal(found, {name: other[name] for name in base})
     for label in ("own", "tied")[: 1 + (not trained)]:  # a head of its own, embeddings that are frozen
         with pytest.raises(ValueError, match=rf"{label} differs from its base in '"):
-            evaluation._foreign_leaves(tmp_path / label, "a", suite, print)
+            weights._foreign_leaves(tmp_path / label, "a", suite, print)
 
 
 def test_results_name_the_suite_that_they_were_scored_on(runs, tmp_path):
@@ -416,9 +418,7 @@ def test_experts_that_were_trained_on_other_rows_are_notes(runs, tmp_path):
         OWN_HEADS=True, recipe=manifests[folders[0]]["suite"], train_rows=lambda task: {"hash": "a", "classes": ["x"]}
     )
     manifests[folders[0]]["train_rows"]["classes"] = ["y"]
-    named, changed, last = evaluation._other_rows(
-        [evaluation.Model(folder, manifests[folder], now, "") for folder in folders]
-    )
+    named, changed, last = notes.other_rows([models.Model(folder, manifests[folder], now, "") for folder in folders])
     assert changed.startswith(
         "the expert of rot90 of SMAT, seed 21 was trained on other rows than train.jsonl holds now"
     )
@@ -428,18 +428,18 @@ def test_experts_that_were_trained_on_other_rows_are_notes(runs, tmp_path):
 
 def test_a_suite_is_loaded_once_for_all_its_checkpoints(runs, monkeypatch):
     loads = []
-    load = evaluation.load_suite
-    monkeypatch.setattr(evaluation, "load_suite", lambda **recipe: loads.append(recipe) or load(**recipe))
+    load = models.load_suite
+    monkeypatch.setattr(models, "load_suite", lambda **recipe: loads.append(recipe) or load(**recipe))
     evaluate([runs["ft"] / task for task in ("rot90", "mirror")])
     assert len(loads) == 1
 
 
 def test_checkpoints_of_the_same_tasks_share_a_suite_and_what_it_has_computed(runs, suite, monkeypatch):
-    monkeypatch.setattr(evaluation, "load_suite", lambda **recipe: suite)
+    monkeypatch.setattr(models, "load_suite", lambda **recipe: suite)
     folders, tasks = [runs["ft"] / task for task in ("rot90", "mirror")], ["rot90", "mirror"]
     known = {folder: checkpoint.load_manifest(folder) for folder in folders}
     manifests = {folder: own | {"suite": {**own["suite"], "tasks": tasks}} for folder, own in known.items()}
-    one, other = evaluation._models(manifests, {}, {}, "test")
+    one, other = models.suited(manifests, {}, {}, "test")
     assert one.suite is other.suite is not suite
     assert one.suite.tasks == (*tasks,)
 
@@ -451,7 +451,7 @@ def test_what_was_scored_is_not_scored_again(runs, suite, tmp_path, monkeypatch)
         calls.append((task, split))
         return suite.score(params, task, split)
 
-    monkeypatch.setattr(evaluation, "load_suite", lambda **recipe: suite.replace(score=score))
+    monkeypatch.setattr(models, "load_suite", lambda **recipe: suite.replace(score=score))
     one, two = runs["ft"] / "rot90", runs["ft"] / "mirror"
     first = evaluate([one], keep=tmp_path)
     assert evaluate([one, two], keep=tmp_path)[:1] == first

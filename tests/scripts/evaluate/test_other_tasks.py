@@ -8,8 +8,10 @@ from smat_fn import checkpoint
 from smat_fn.config import Emr, TaskArithmetic, WeightAverage
 from smat_fn.evaluate import Result
 from smat_fn.report.tables import main_table, other_table
-from smat_fn.scripts.evaluate import evaluation
-from smat_fn.scripts.evaluate.evaluation import evaluate, find_checkpoints, write_report
+from smat_fn.scripts.evaluate import evaluation, models
+from smat_fn.scripts.evaluate.evaluation import evaluate
+from smat_fn.scripts.evaluate.models import find_checkpoints
+from smat_fn.scripts.evaluate.outputs import write_report
 from smat_fn.scripts.evaluate.sources import read_sources
 from smat_fn.scripts.merge import on_disk
 from smat_fn.scripts.merge.in_memory import Request, merge_run
@@ -73,7 +75,7 @@ def test_some_of_them_can_be_named_and_scores_are_those_of_the_cache(folders, ro
         calls.append(task)
         return suite.score(params, task, split)
 
-    monkeypatch.setattr(evaluation, "load_suite", lambda **recipe: suite.replace(score=score))
+    monkeypatch.setattr(models, "load_suite", lambda **recipe: suite.replace(score=score))
     few = evaluate(folders, base=True, other_tasks=["stripes"], keep=tmp_path)
     assert few == [row for row in rows if row.task != "negative"]
     assert len(calls) == len(few)

@@ -10,7 +10,7 @@ from smat_fn.evaluate import Result, write_results
 from smat_fn.evaluate.results import SET, Run
 from smat_fn.report import write_full_report
 from smat_fn.report.tables import main_table
-from smat_fn.scripts.evaluate import evaluation
+from smat_fn.scripts.evaluate import evaluation, models, outputs
 from smat_fn.scripts.evaluate.sources import OUTCOME, read_sources
 
 FT = [
@@ -173,9 +173,9 @@ def test_what_cannot_be_read_is_named_once(tmp_path):
 
 
 def test_an_evaluation_keeps_what_a_report_needs(runs, tmp_path):
-    folders = evaluation.find_checkpoints([runs["ft"]])
+    folders = models.find_checkpoints([runs["ft"]])
     rows = evaluation.evaluate(folders)
-    evaluation.write_report(tmp_path, rows, main_table(rows), checkpoints=folders)
+    outputs.write_report(tmp_path, rows, main_table(rows), checkpoints=folders)
     found = read_sources([tmp_path])
     assert found.rows == rows
     assert [run.model for run in found.runs] == [row.model for row in rows]

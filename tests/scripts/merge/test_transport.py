@@ -9,7 +9,7 @@ from smat_fn.checkpoint import same
 from smat_fn.config import Finetune, Training
 from smat_fn.data.batching import split_rows
 from smat_fn.merge import ta
-from smat_fn.scripts.evaluate import evaluation
+from smat_fn.scripts.evaluate import evaluation, models
 from smat_fn.scripts.merge.inputs import load_inputs
 from smat_fn.scripts.merge.settings import Transport
 from smat_fn.scripts.merge.statistics import batches_of
@@ -138,7 +138,7 @@ def test_an_interrupted_run_is_not_merged_before_it_is_ended(runs, tmp_path):
     lines.close()
     with pytest.raises(ValueError, match=r"yet to get the experts of rot90, stripes .*: rerun it, or delete .*rot90"):
         all_inputs(tmp_path)
-    assert evaluation.lacking_experts([tmp_path]) == [
+    assert models.lacking_experts([tmp_path]) == [
         f"{tmp_path / task} holds no finished expert: it is not scored" for task in TASKS[2:]
     ]
     assert moved(runs, tmp_path)[:2] == [f"kept: {tmp_path / task}: already finished" for task in TASKS[:2]]

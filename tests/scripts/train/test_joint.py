@@ -13,7 +13,9 @@ from smat_fn.checkpoint import same
 from smat_fn.config import DIGITS, Adapters, Dev, Training
 from smat_fn.evaluate import read_results
 from smat_fn.report.tables import main_table, relative_table
-from smat_fn.scripts.evaluate.evaluation import evaluate, find_checkpoints, verdict, write_report
+from smat_fn.scripts.evaluate.evaluation import evaluate
+from smat_fn.scripts.evaluate.models import find_checkpoints
+from smat_fn.scripts.evaluate.outputs import verdict, write_report
 from smat_fn.scripts.evaluate.sources import read_sources
 from smat_fn.scripts.run_folder import all_inputs
 from smat_fn.scripts.train import resuming, sweep

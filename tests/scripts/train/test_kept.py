@@ -12,7 +12,7 @@ from smat_fn import checkpoint, lora, optim, random, testing
 from smat_fn.checkpoint import same
 from smat_fn.config import DIGITS, Adapters, Training
 from smat_fn.grad import value_and_grad
-from smat_fn.scripts.evaluate import evaluation
+from smat_fn.scripts.evaluate import models
 from smat_fn.scripts.run_folder import find_inputs
 from smat_fn.scripts.train import training
 from smat_fn.scripts.train.loop import train_expert
@@ -172,4 +172,4 @@ def test_the_name_of_a_task_is_no_pattern(tmp_path):
     assert said == ", label old is now new"
     labels = [json.loads(file.read_text())["label"] for file in sorted(tmp_path.rglob("manifest.json"))]
     assert sorted(labels) == ["new", "new", "old"]
-    assert evaluation._snapshots(tmp_path / "a[1]") == ["a[1]"]
+    assert models._snapshots(tmp_path / "a[1]") == ["a[1]"]
