@@ -157,3 +157,11 @@ def value_for(task: str, option: str, recipe: Mapping[str, Any]) -> Any:
     """The value of a suite's option for a task: where it has one for each task, that of this task alone."""
     value = recipe.get(option)
     return value.get(task) if option in BY_TASK and isinstance(value, Mapping) else value
+
+
+def flat(value: Any, name: str = "") -> dict[str, Any]:
+    """The leaves of nested mappings by their dotted names."""
+    if not isinstance(value, Mapping):
+        return {name: value}
+    inner = (flat(child, f"{name}.{key}".strip(".")) for key, child in value.items())
+    return {path: leaf for leaves in inner for path, leaf in leaves.items()}

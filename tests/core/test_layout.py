@@ -83,6 +83,19 @@ def test_reading_of_folders_imports_neither_merging_nor_writing_and_merging_of_l
     assert not beyond("folders/streaming", "files", "inputs")
 
 
+def test_training_imports_neither_merging_nor_scoring_and_merging_no_scoring_of_folders():
+    order = "recipes", "train", "merge", "evaluate", "analyse", "commands"
+    back = {
+        f"{file.relative_to(PACKAGE)}: {module}"
+        for place, name in enumerate(order)
+        for file in (PACKAGE / "scripts" / name).glob("*.py")
+        for module in imported(file)
+        if module.split(".")[2:3] and module.split(".")[:2] == ["smat_fn", "scripts"]
+        if module.split(".")[2] in order[place + 1 :]
+    }
+    assert not back
+
+
 def test_functions_above_sixty_lines_say_why():
     silent = []
     for file in SOURCES:

@@ -10,7 +10,7 @@ from benchmarks import families
 from smat_fn.folders import open_folder, place_of
 from smat_fn.folders.inputs.naming import namings
 from smat_fn.models import pretrained
-from smat_fn.scripts.merge.exporting import export_problems
+from smat_fn.scripts.train.whole_model import export_problems
 
 
 def values(folder):

@@ -11,6 +11,7 @@ from ... import __version__, checkpoint
 from ...folders.files import Hashing, digests
 from ...folders.inputs.adapters import CONFIG
 from .. import outcome
+from ..manifests import flat
 from ..recipes.places import named, sources, sources_text
 from .card import CARD
 from .settings import Verify
@@ -158,14 +159,6 @@ def verified(args: Verify) -> Iterator[str]:
     if problems:
         raise ValueError(f"{len(problems)} of {count} files differ from the hashes stored in {args.path}")
     yield f"{count} {'file has the hash' if count == 1 else 'files have the hashes'} stored in {args.path}"
-
-
-def flat(value: Any, name: str = "") -> dict[str, Any]:
-    """The leaves of nested mappings by their dotted names."""
-    if not isinstance(value, Mapping):
-        return {name: value}
-    inner = (flat(child, f"{name}.{key}".strip(".")) for key, child in value.items())
-    return {path: leaf for leaves in inner for path, leaf in leaves.items()}
 
 
 def hashes(files: Sequence[Path], inputs: Mapping[str, Sequence[Path]], found: Mapping[Path, str]) -> dict[str, Any]:

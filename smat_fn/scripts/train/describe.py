@@ -11,12 +11,12 @@ from ...config import MethodConfig, Training, settings
 from ...grad import ModuleLoss
 from ...models import inspect
 from ...suites import Suite
-from ..merge.exporting import export_problems, stored_dtypes
 from .loop import loss_of
 from .notes import coarse_line, never_simulated
 from .options import RunOptions
 from .training import planned
 from .variants import training_settings
+from .whole_model import export_problems, stored_dtypes
 
 
 def headline(

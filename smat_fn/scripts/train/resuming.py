@@ -19,8 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ... import checkpoint, errors, machine, tree
 from ...parallel import World
-from ..manifests import manifest_of
-from ..merge.finished import flat
+from ..manifests import flat, manifest_of
 
 ENDING = ".resume.safetensors"  # of the name of a task's file
 TRAINED = "expert", checkpoint.JOINT  # kinds of manifests of finished training
