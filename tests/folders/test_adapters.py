@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from smat_fn import lora, random
 from smat_fn.config import Dare, TaskArithmetic, Ties, WeightAverage
 from smat_fn.folders import extract_lora, merge_adapters, merge_folders, plan
-from smat_fn.folders.inputs import adapters
+from smat_fn.folders.inputs import adapter_config
 
 TA = TaskArithmetic(coef=1.0)
 PREFIX = "base_model.model."
@@ -59,7 +59,7 @@ def adapter(tmp_path):
 
 
 def test_an_expression_that_would_never_end_is_an_error(base, adapter, folders, tmp_path, monkeypatch):
-    monkeypatch.setattr(adapters, "_LONGEST", 0.002)  # a machine of today needs 0.05
+    monkeypatch.setattr(adapter_config, "_LONGEST", 0.002)  # a machine of today needs 0.05
     start, pattern = folders.save(tmp_path / "base", base), {r"((\w|\w|\w|.)+)+\d": 2}
     expert = adapter({"model.layers.0.q": factors((6, 6))}, rank_pattern=pattern)
     told = r"rank_pattern has .* takes over 0.002 s to match 'model.layers.0.q': give the names of modules instead"

@@ -1,14 +1,11 @@
 """LoRA adapters: as experts, base + s B A (DoRA: rescaled by row) formed a few rows at a time, and as factors."""
 
-import math
 import re
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import regex
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
@@ -16,47 +13,16 @@ from torch import Tensor
 from ... import checkpoint, errors, tree
 from ...execution import unrounded
 from ...merge.around.factors import Factors
+from .adapter_config import CONFIG, MERGED, config_problems, is_other_kind, no_scales, scale_of
 from .naming import namings
 from .reading import Folder, Pickled, Read, Store, Stored, config_of, foreign
 from .vocabulary import HEAD, by_token
 
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 PICKLED = "adapter_model.bin"  # of older versions of peft
 BESIDE = "non_lora_trainables.bin", "trainable_params.bin"  # of LLaVA (its projector), of LongLoRA
 PREFIX = "base_model.model."
 BLOCK = 1 << 15  # coordinates of one matrix product: its shape decides the last bit, so it is not an option
-_LONGEST = 1.0  # seconds that an expression may take: re, which has no limit, may never end
-_UNUSED = {  # by the merged weights; everything else that is set, and not handled below, is refused
-    "auto_mapping",
-    "base_model_name_or_path",
-    "ensure_weight_tying",
-    "eva_config",
-    "exclude_modules",
-    "inference_mode",
-    "layers_pattern",
-    "layers_to_transform",
-    "lora_dropout",
-    "megatron_core",
-    "modules_to_save",
-    "peft_version",
-    "qalora_group_size",
-    "revision",
-    "runtime_config",
-    "target_modules",
-    "task_type",
-}
-_USED = {
-    "peft_type": ("LORA",),
-    "bias": ("none",),
-    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica"),  # others change base's weights
-    "r": None,
-    "lora_alpha": None,
-    "rank_pattern": None,
-    "alpha_pattern": None,
-    "use_rslora": None,
-    "fan_in_fan_out": None,
-}
-_BIASES = "all", "lora_only"  # that are trained, and stored as whole leaves
 _PARTS = {
     ".lora_A.weight": ("A", False),
     ".lora_B.weight": ("B", False),
@@ -64,19 +30,7 @@ _PARTS = {
     ".lora_embedding_B": ("B", True),
 }
 _MAGNITUDE = ".lora_magnitude_vector"  # of DoRA
-_MERGED = "merge it into its base with peft, and give the result"
 _HEAD = "if it is a head, pass `heads='keep'`, else "
-_UNMERGED = "it is not a fixed change of weights, so it cannot be merged: leave it out"
-_WITHOUT_WEIGHTS = (
-    "PROMPT_TUNING",
-    "MULTITASK_PROMPT_TUNING",
-    "P_TUNING",
-    "PREFIX_TUNING",
-    "ADAPTION_PROMPT",
-    "CPT",
-    "XLORA",
-    "POLY",
-)
 
 
 class _Pair(NamedTuple):
@@ -140,7 +94,7 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
         leaves[leaf], reads[leaf] = held[name], Stored(store, name)
         touched |= set() if ".base_layer." in name else {leaf}
     problems += _unread(label, path, unknown)
-    if any(_no_numbers(config)) or any(_no_patterns(config)) or _of_parameters(config):
+    if no_scales(config):
         halves.clear()  # nothing to compute their ranks and scales with, as is told
     problems += _of_a_part(label, halves, base)
     transposed = _layout(label, halves, shapes, config, base)
@@ -178,7 +132,7 @@ def _unread(label: str, path: Path, unknown: Mapping[str, Sequence[str]]) -> lis
         f"{label}: {weights_of(path).name} holds {name!r}{f' and {len(more)} more of its kind' if more else ''}, "
         + (
             _headless(name)
-            or f"which is not a plain LoRA of a parameter of base: {'' if kind.startswith('.') else _HEAD}{_MERGED}"
+            or f"which is not a plain LoRA of a parameter of base: {'' if kind.startswith('.') else _HEAD}{MERGED}"
         )
         for kind, (name, *more) in unknown.items()
     ]
@@ -308,7 +262,7 @@ def read_adapter(label: str, path: Path) -> Held:
     if not halves and not problems:
         problems.append(f"{label}: {weights_of(path)} holds no factors: is it an adapter?")
     found = dict[str, Factors]()
-    known = not (any(_no_numbers(config)) or any(_no_patterns(config)) or _of_parameters(config))
+    known = not no_scales(config)
     for (module, _), names in halves.items():
         if len(names) < 2:
             problems.append(f"{label}: {next(iter(names.values()))!r} has no other factor in {WEIGHTS}: save it again")
@@ -317,12 +271,11 @@ def read_adapter(label: str, path: Path) -> Held:
         if not (a.is_floating_point() and b.is_floating_point() and a.ndim == b.ndim == 2 and len(a) == b.shape[1]):
             shapes = f"A {tuple(a.shape)} and B {tuple(b.shape)}"
             problems.append(
-                f"{label}: {shapes} of {module!r} are not factors of a matrix, convolutions are not read here: "
-                f"{_MERGED}"
+                f"{label}: {shapes} of {module!r} are not factors of a matrix, convolutions are not read here: {MERGED}"
             )
         elif known:
             with errors.collected(problems):
-                found[module] = Factors(a, b, _scale(label, config, module, len(a)))
+                found[module] = Factors(a, b, scale_of(label, config, module, len(a)))
     errors.raise_problems(problems)
     parameters = (str(name).removesuffix(".in_proj_weight") for name in config.get("target_parameters") or ())
     embeddings = frozenset(module for module, embedding in halves if embedding)
@@ -356,7 +309,7 @@ def _opened(label: str, path: Path, *, whole: bool = False) -> tuple[dict[str, A
         for name in BESIDE
         if (path / name).exists()
     ]
-    if _is_other_kind(config):  # its leaves are another kind's too
+    if is_other_kind(config):  # its leaves are another kind's too
         raise ValueError(problems[0])
     return config, store, problems
 
@@ -365,69 +318,6 @@ def stored_halves(module: str, a: Tensor, b: Tensor, *, embedding: bool) -> dict
     """A and B of a module under the names that peft stores them as, without `PREFIX`."""
     names = (ending for ending, (_, of_embedding) in _PARTS.items() if of_embedding == embedding)
     return {module + ending: half for ending, half in zip(names, (a, b), strict=True)}
-
-
-def config_problems(label: str, config: Mapping[str, Any], *, whole: bool = False) -> Iterator[str]:
-    """Errors for settings of an adapter under which its weight is not ``W_0 + s B A``, and for unknown ones.
-
-    Args: whole: a whole expert is made of it: rows may have other norms (``use_dora``), biases other values.
-    """
-    if _is_other_kind(config):  # its other fields are another kind's too
-        way = _UNMERGED if config["peft_type"] in _WITHOUT_WEIGHTS else _MERGED
-        yield f"{label}: its {CONFIG} sets peft_type to {config['peft_type']!r}, which is not read here: {way}"
-        return
-    for name, value in config.items():
-        if whole and ((name == "use_dora" and isinstance(value, bool)) or (name == "bias" and value in _BIASES)):
-            continue
-        allowed = _USED.get(name)
-        if name in _UNUSED or (name in _USED and allowed is None) or (allowed and value in allowed):
-            continue
-        if name == "target_parameters" and not _of_parameters(config):
-            continue
-        if name in _USED or value not in (None, False, {}, []):
-            out = _UNMERGED if name == "alora_invocation_tokens" else _MERGED
-            yield f"{label}: its {CONFIG} sets {name} to {value!r}, which is not read here: {out}"
-    yield from (f"{label}: in its {CONFIG} {text}" for text in _no_patterns(config))
-    yield from (f"{label}: its {CONFIG} has no number {name}: is it a LoRA adapter?" for name in _no_numbers(config))
-
-
-def _is_other_kind(config: Mapping[str, Any]) -> bool:
-    return isinstance(config.get("peft_type"), str) and config["peft_type"] != "LORA"
-
-
-def _of_parameters(config: Mapping[str, Any]) -> bool:
-    """Whether factors are of parameters that are not weights of linear layers, as the experts of a mixture are.
-
-    Those of nn.MultiheadAttention have two dimensions, as such a weight.
-    """
-    return not all(str(path).endswith(".in_proj_weight") for path in config.get("target_parameters") or ())
-
-
-def _no_patterns(config: Mapping[str, Any]) -> Iterator[str]:
-    """Errors for `rank_pattern` and `alpha_pattern`: each must map regular expressions to numbers."""
-    for name in ("rank_pattern", "alpha_pattern"):
-        pattern = config.get(name) or {}
-        if not isinstance(pattern, dict):
-            yield f"{name} is {pattern!r}, must be an object of expressions and numbers"
-            continue
-        for key in pattern:
-            try:
-                regex.compile(_whole(key))
-            except (regex.error, RecursionError, OverflowError) as error:  # "(" * 9999, "a{9999999999}"
-                yield f"{name} has {key!r}, which is not a regular expression ({error})"
-
-
-def _no_numbers(config: Mapping[str, Any]) -> Iterator[str]:
-    """Names of fields that must be finite numbers and are not."""
-    numbers = {name: config.get(name) for name in ("r", "lora_alpha")}
-    for name in ("rank_pattern", "alpha_pattern"):
-        pattern = config.get(name) or {}
-        numbers |= {f"{name}[{key!r}]": value for key, value in (pattern.items() if isinstance(pattern, dict) else ())}
-    return (
-        name
-        for name, value in numbers.items()
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) <= sys.float_info.max
-    )
 
 
 def _pair(
@@ -449,20 +339,18 @@ def _pair(
         raise ValueError(f"{label}: it adapts {module!r}, {_headless(f'{module}.weight') or lacking}")
     a, b, wanted = shapes[names["A"]], shapes[names["B"]], tuple(base.leaves[leaf].shape)
     if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
-        raise ValueError(
-            f"{label}: A {a} and B {b} of {module!r} do not fit, convolutions are not read here: {_MERGED}"
-        )
+        raise ValueError(f"{label}: A {a} and B {b} of {module!r} do not fit, convolutions are not read here: {MERGED}")
     fits = [transposed for transposed in (False, True) if wanted == ((a[1], b[0]) if transposed else (b[0], a[1]))]
     if not fits:
         raise ValueError(
             f"{label}: B A of {module!r} has shape {(b[0], a[1])}, parameter {leaf!r} of base {wanted}: "
             "was it trained from another base?"
         )
-    scale = _scale(label, config, module.removeprefix(PREFIX), a[0])
+    scale = scale_of(label, config, module.removeprefix(PREFIX), a[0])
     swapped = fits[0] if len(fits) == 1 else embedding or transposed(leaf)
     magnitude = f"{module}{_MAGNITUDE}" if config.get("use_dora") is True else None
     if magnitude is not None and (embedding or swapped):
-        raise ValueError(f"{label}: DoRA of {module!r}, which is not a linear layer, is not read here: {_MERGED}")
+        raise ValueError(f"{label}: DoRA of {module!r}, which is not a linear layer, is not read here: {MERGED}")
     if magnitude is not None and shapes.get(magnitude) != wanted[:1]:
         raise ValueError(
             f"{label}: its {CONFIG} sets use_dora to True, but {weights_of(path).name} has "
@@ -522,20 +410,6 @@ def _stored_transposed(base: Folder) -> frozenset[str] | None:
     return frozenset(name for name, owner in owners.items() if type(owner).__name__ == "Conv1D")
 
 
-def _scale(label: str, config: Mapping[str, Any], module: str, rank: int) -> float:
-    """The scale of a module's factors: alpha / rank, or alpha / √rank.
-
-    Raises: ValueError where the configuration gives another rank, or one that is not above 0.
-    """
-    given = _of_pattern(label, config, "rank_pattern", module, config["r"])
-    if not given > 0:
-        raise ValueError(f"{label}: {module!r} has rank {given} in its {CONFIG}, must be above 0: save it again")
-    if given != rank:
-        raise ValueError(f"{label}: {module!r} has rank {rank}, its {CONFIG} says {given}: of different adapters?")
-    alpha = _of_pattern(label, config, "alpha_pattern", module, config["lora_alpha"])
-    return alpha / math.sqrt(given) if config.get("use_rslora") else alpha / given
-
-
 def _of_a_part(label: str, halves: dict[tuple[str, bool], dict[str, str]], base: Folder) -> Iterator[str]:
     """An error for each part of base, as a pipeline's unet/, that has the adapted modules which base lacks.
 
@@ -561,27 +435,6 @@ def _headless(name: str) -> str:
     if not name.replace(".base_layer.", ".").endswith(HEAD):
         return ""
     return "but base stores no head of its own: give a base that does (tie_word_embeddings false, saved again)"
-
-
-def _of_pattern(label: str, config: Mapping[str, Any], name: str, module: str, default: Any) -> Any:
-    """The value of the first expression that a module's path ends with, as in peft.
-
-    Raises: ValueError for an expression that takes longer than `_LONGEST`, as only a hostile one does.
-    """
-    for key, value in (config.get(name) or {}).items():
-        try:
-            if regex.match(_whole(key), module, timeout=_LONGEST):
-                return value
-        except TimeoutError:
-            raise ValueError(
-                f"{label}: in its {CONFIG} {name} has {key!r}, which takes over {_LONGEST} s to match {module!r}: "
-                "give the names of modules instead"
-            ) from None
-    return default
-
-
-def _whole(expression: str) -> str:
-    return rf"(.*\.)?({expression})$"
 
 
 def _leaf(name: str, base: Folder) -> str | None:
