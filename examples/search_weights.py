@@ -4,8 +4,8 @@
     python examples/search_weights.py runs/ft
 
 `score` is the mean of the run's tasks: return any other number of the merged parameters instead, and let any optimizer
-propose the trials. The best of many dev scores is optimistic: compare on test rows. Weights alone are chosen by
-`merge.py ties --search --trials 60`, or in Python by `smat_fn.merge.select_weights`.
+propose the trials. The best of many dev scores is optimistic: compare on test rows. The same by CMA-ES:
+`merge.py ties --search --trials 100 --trials-over weights densities`, or in Python `smat_fn.merge.select_numbers`.
 """
 
 import json

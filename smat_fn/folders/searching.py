@@ -1,4 +1,4 @@
-"""Search of a coefficient, and of weights, by any score of the merged folder: candidates on disk, one at a time."""
+"""Search of a coefficient, and of numbers by expert, by any score of the merged folder; candidates are on disk."""
 
 import hashlib
 import json
@@ -18,7 +18,14 @@ import torch
 
 from .. import checkpoint, errors, json_lines
 from ..merge.around.select import choose_coef, grid_problems
-from ..merge.around.weights import check_trials, select_weights, weights_of, with_weights
+from ..merge.around.weights import (
+    ByExpert,
+    check_trials,
+    numbers_of,
+    over_problems,
+    select_numbers,
+    with_numbers,
+)
 from ..merge.parts.merger import Merger
 from .files import Hashing, shared
 from .prepare import Options, prepare
@@ -35,13 +42,13 @@ Score: TypeAlias = Callable[[Path], float | Mapping[str, float]]
 
 
 class Searched(NamedTuple):
-    """A coefficient, and perhaps weights of the experts, that were chosen by the score of merged folders."""
+    """A coefficient, and perhaps numbers by expert, that were chosen by the score of merged folders."""
 
-    config: Merger  # with the coefficient and the weights
+    config: Merger  # with the coefficient and these numbers
     scores: dict[str, float]  # of the chosen one, by name; of a score without a name {"": score}
     curve: tuple[tuple[float, float], ...]  # (coefficient, score) of every candidate; empty where there is no choice
     edge: str = ""  # "smallest" or "largest", where the coefficient is at the edge of those tried
-    weights: tuple[tuple[dict[str, float], float], ...] = ()  # (by expert, score) of every trial, first the start
+    trials: tuple[tuple[ByExpert, float], ...] = ()  # (numbers by expert, score) of every trial, first the start
 
     @property
     def score(self) -> float:
@@ -78,6 +85,7 @@ def search_folders(
     coefs: Sequence[float] = (),
     widen: bool = False,
     trials: int = 0,
+    trials_over: Sequence[str] = ("weights",),
     seed: int = 0,
     name: str = "",
     hashing: Hashing | None = None,
@@ -89,7 +97,7 @@ def search_folders(
     Each candidate is merged by `merge_folders`, with the same bytes, into a folder beside ``out``, scored, and removed,
     also after an error. There is one such folder at a time; one that a killed process left is removed at the next
     start. A merger without an open coefficient is one candidate. With ``trials`` the best candidate is the first one of
-    `select_weights`, which tries so many with other weights of the experts.
+    `select_numbers`, which tries so many with other weights or densities of the experts.
 
     Args:
         config: its ``coef`` is None, to be chosen.
@@ -99,8 +107,9 @@ def search_folders(
             Beside this folder it may write files of its own, which are removed too.
         coefs: candidates; default: the merger's own, `Merger.grid`.
         widen: try more as long as the best one is at an edge of those, ten at most (`choose_coef`).
-        trials: models with other weights to try, 0 or at least a generation of CMA-ES.
-        seed: of these weights.
+        trials: models with other numbers by expert to try, 0 or at least a generation of CMA-ES.
+        trials_over: which numbers: "weights", "densities" or both.
+        seed: of these numbers.
         name: text that distinguishes this score from others. With it, scores are kept in ``candidates.jsonl`` beside
             ``out``, by the content of the inputs, all options that decide the bytes, and this name: none is computed
             twice.
@@ -110,13 +119,15 @@ def search_folders(
 
     Raises:
         ValueError: as `merge_folders`, before any work; for coefficients that are not finite, are given twice or change
-            nothing; for trials as `select_weights`, and of a merger without weights; if another search of ``out`` is
-            running; and, with the name of the candidate, if a score is not a finite number or ``score`` raises one.
-        ModuleNotFoundError: as `select_weights`.
+            nothing; for trials as `select_numbers`; if another search of ``out`` is running; and, with the name of the
+            candidate, if a score is not a finite number or ``score`` raises one.
+        ModuleNotFoundError: as `select_numbers`.
     """
     out = checkpoint.follow(Path(out))
     tried, more = _tried(config, coefs), read_by(base, experts, options)
-    start = _start(config, list(experts), trials)
+    if trials:
+        errors.raise_problems(over_problems(config, trials_over, "trials_over"))
+        check_trials(numbers_of(config, list(experts), trials_over), trials)
     place, kept = _place(out), _kept(out.parent / SCORES) if name else {}
     found = dict[str, dict[str, float]]()  # by coefficient, or number of the trial
 
@@ -152,33 +163,21 @@ def search_folders(
             chosen = Searched(_at(config, best.best), found[_text(best.best)], best.curve, edge)
         if not trials:
             return chosen
-        numbers = count()
+        places = count()
 
-        def score_with(weights: Mapping[str, float]) -> float:
-            if (number := next(numbers)) == 0:  # the first ones are those of the best coefficient
+        def score_with(numbers: ByExpert) -> float:
+            if (at := next(places)) == 0:  # the first ones are those of the best coefficient
                 return chosen.score
-            return score_of(with_weights(chosen.config, weights), "trial", str(number))
+            return score_of(with_numbers(chosen.config, numbers), "trial", str(at))
 
-        weighted = select_weights(start, score_with, trials=trials, seed=seed)
-        best_one = [weights for weights, _ in weighted.curve].index(weighted.best)
+        made = select_numbers(chosen.config, list(experts), score_with, over=trials_over, trials=trials, seed=seed)
+        best_one = [numbers for numbers, _ in made.curve].index(made.best)
         scores = found[f"trial {best_one}"] if best_one else chosen.scores
-        own = with_weights(chosen.config, weighted.best)
-        return chosen._replace(config=own, scores=scores, weights=weighted.curve)
+        return chosen._replace(config=with_numbers(chosen.config, made.best), scores=scores, trials=made.curve)
 
 
 def _text(coef: float) -> str:
     return f"{coef:.12g}"
-
-
-def _start(config: Merger, names: Sequence[str], trials: int) -> dict[str, float]:
-    """The weights with which trials begin. Raises: ValueError for trials that cannot be."""
-    if not trials:
-        return {}
-    if not hasattr(config, "weights"):
-        raise ValueError(f"trials try weights of the experts, and {config.name} takes none: leave trials out")
-    start = weights_of(config, names)
-    check_trials(start, trials)
-    return start
 
 
 def _tried(config: Merger, coefs: Sequence[float]) -> list[float | None]:

@@ -31,7 +31,15 @@ from .around.select import (
     select_coefs,
 )  # fmt: skip
 from .around.spaces import core_space, knots
-from .around.weights import check_trials, select_weights, weights_of, with_weights
+from .around.weights import (
+    ByExpert,
+    check_trials,
+    numbers_of,
+    over_problems,
+    select_numbers,
+    select_weights,
+    with_numbers,
+)
 from .breadcrumbs import breadcrumbs, breadcrumbs_vector
 from .cart import cart
 from .consensus import consensus, consensus_vector
@@ -76,7 +84,7 @@ ta = task_arithmetic  # its name in merge.py and in tables
 
 __all__ = [
     "BASELESS", "CALIBRATION_COEFS", "COEFS", "DROP_PROBS", "MERGERS", "MORE_MERGERS", "RANDOM", "TIES_KEEPS", "WIDE",
-    "WIDER", "Experts", "Factors", "Layered", "Merger", "Rules", "Selection", "adamerging", "apply_blocks",
+    "WIDER", "ByExpert", "Experts", "Factors", "Layered", "Merger", "Rules", "Selection", "adamerging", "apply_blocks",
     "apply_rules", "apply_vector", "arcee_fusion", "block_of", "block_prefix", "blocks_of", "breadcrumbs",
     "breadcrumbs_vector", "cart", "check_options", "check_trials", "choose", "choose_coef", "coef_of", "coefs_of",
     "combine", "consensus", "consensus_vector", "core_space", "dare", "dare_ties", "dare_ties_vector", "dare_vector",
@@ -84,10 +92,10 @@ __all__ = [
     "flat_statistics", "grid_edge", "iso_c", "iso_c_vector", "iso_cts", "iso_cts_vector", "karcher", "knots", "lines",
     "lines_coefs", "lines_low", "lines_rules", "magmax", "magmax_vector", "merge_by", "metagpt", "metagpt_vector",
     "model_stock", "model_stock_vector", "multislerp", "multislerp_vector", "nearswap", "nearswap_vector", "next_coef",
-    "norms", "norms_note", "nuslerp", "nuslerp_vector", "opcm", "opcm_vector", "pcb", "pcb_vector", "ram", "ram_vector",
-    "reg_mean", "reg_mean_plus", "reg_mean_vector", "sce", "sce_vector", "select_coef", "select_coefs",
-    "select_weights", "shortening", "slerp", "svc", "svc_vector", "ta", "tall_mask", "tall_mask_vector",
-    "task_arithmetic", "task_arithmetic_vector", "task_vector", "ties", "ties_density", "ties_vector", "truncated",
-    "tsv_merge", "tsv_merge_vector", "vector_by", "weight_average", "weighted_average", "weights_of", "wise_ft",
-    "wise_ft_vector", "with_weights", "wudi", "wudi_vector",
+    "norms", "norms_note", "numbers_of", "nuslerp", "nuslerp_vector", "opcm", "opcm_vector", "over_problems", "pcb",
+    "pcb_vector", "ram", "ram_vector", "reg_mean", "reg_mean_plus", "reg_mean_vector", "sce", "sce_vector",
+    "select_coef", "select_coefs", "select_numbers", "select_weights", "shortening", "slerp", "svc", "svc_vector", "ta",
+    "tall_mask", "tall_mask_vector", "task_arithmetic", "task_arithmetic_vector", "task_vector", "ties", "ties_density",
+    "ties_vector", "truncated", "tsv_merge", "tsv_merge_vector", "vector_by", "weight_average", "weighted_average",
+    "wise_ft", "wise_ft_vector", "with_numbers", "wudi", "wudi_vector",
 ]  # fmt: skip

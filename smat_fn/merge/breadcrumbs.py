@@ -105,6 +105,9 @@ class Breadcrumbs(Sparse):
     largest: Mapping[str, float] = field(default_factory=dict, hash=False, kw_only=True)
     """Value of --drop-largest by expert name."""
 
+    def density(self) -> float:
+        return round(1 - self.drop_smallest - self.drop_largest, 12)
+
     def problems(self, experts: Experts) -> list[str]:
         shares = {"drop_smallest": self.drop_smallest, "drop_largest": self.drop_largest}
         problems = [

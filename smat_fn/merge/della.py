@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy
 import torch
@@ -167,6 +167,11 @@ class Della(Sparse):
     """Value of --window by expert name."""
 
     rows = True
+
+    def density_limits(self, name: str) -> tuple[float, float]:
+        rules: Any = self.windows.get(name, self.window)
+        half = max(rules.values()) / 2 if isinstance(rules, Mapping) else rules / 2
+        return half + 1 / 65536, 1 - half  # keep probabilities are multiples of 1/65536 above 0
 
     def problems(self, experts: Experts) -> list[str]:
         assert self.drop_prob is not None

@@ -17,7 +17,7 @@ from .parts.arithmetic import add, zeroed
 from .parts.chunks import CHUNK, Piece, compute_dtype, delta_of, pieces
 from .parts.inputs import Experts, Leaves, check, type_problems
 from .parts.merger import Cut, InMemory, Mapped, Rule, Trimming, merged, orders_by_loops, read_best, vector_function
-from .parts.per_expert import NONE, Numbers, Own, Sparse, Sparsify, number
+from .parts.per_expert import NONE, Numbers, Own, Sparse, Sparsify, number, number_problems
 from .parts.ranks import INFINITE, largest, order_of, value_of
 from .parts.windows import Read, in_order
 
@@ -118,11 +118,15 @@ def _agreeing(deltas: Sequence[Tensor], sign: Tensor, *, mean: bool) -> Tensor:
     return total.mul_(sign).add_(0.0)  # no −0 where nothing agrees
 
 
-def ties_density(base: Params, experts: Experts, *, keep: float, scope: Scope = "global") -> dict[str, float]:
+def ties_density(
+    base: Params, experts: Experts, *, keep: float, scope: Scope = "global", densities: Numbers | None = None
+) -> dict[str, float]:
     """The fraction of coordinates that `ties` keeps of each expert: more than ``keep`` where magnitudes are equal."""
-    start, flat = check(base, experts, type_problems(keep=keep) or _problems(keep, scope))
+    own = NONE if densities is None else densities
+    problems = [*(type_problems(keep=keep) or _problems(keep, scope)), *number_problems(experts, densities=own)]
+    start, flat = check(base, experts, problems)
     size = sum(leaf.numel() for leaf in start.values() if leaf.is_floating_point())
-    _, kept = read_best(start, flat, None, lambda leaves: _cuts(leaves, keep, scope))
+    _, kept = read_best(start, flat, None, lambda leaves: _cuts(leaves, keep, scope, own))
     return {name: count / max(size, 1) for name, count in kept.items()}
 
 
@@ -260,6 +264,9 @@ class Ties(Sparse):
     """True: take entries that have the elected sign; False: take all entries; a mean is of those that are not 0."""
 
     present = True
+
+    def density(self) -> float | None:
+        return self.keep
 
     def trimming(self) -> Trimming:
         assert self.keep is not None

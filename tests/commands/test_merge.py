@@ -104,6 +104,7 @@ IN_MEMORY = [
     ({"grid": (0.1, 0.2)}, {"coefs": (0.1, 0.2)}),
     ({"per_layer": 2}, {"sweeps": 2}),
     ({"trials": 8}, {"trials": 8}),
+    ({"trials": 8, "trials_over": ("densities",)}, {"trials": 8, "trials_over": ("densities",)}),
     ({"search_over": ("drop_prob=0.2,0.4", "elect=False")}, {"over": {"drop_prob": (0.2, 0.4), "elect": (False,)}}),
     ({**OF_RUN, "snapshots": True}, {**FROM_RUN, "snapshots": {1: [Path("run"), *FROM_RUN["experts"]]}}),
     ({"preset": "lm"}, {
@@ -135,6 +136,7 @@ BY_SCORE = [
     ({"score_key": ("a/b",)}, {"asked": ASKED._replace(keys=("a/b",))}),
     ({"grid": (0.1, 0.2)}, {"asked": ASKED._replace(coefs=(0.1, 0.2))}),
     ({"trials": 8}, {"asked": ASKED._replace(trials=8)}),
+    ({"trials": 8, "trials_over": ("densities",)}, {"asked": ASKED._replace(trials=8, trials_over=("densities",))}),
     ({"preset": "lm"}, {"configs": [replace(DELLA, **OF_LM)]}),
     ({"plot": PLOT}, {"rows": (BASE, EXPERTS, DRAWN), "picture": (PLOT, [Path("out/della")])}),
 ]  # fmt: skip
@@ -185,7 +187,7 @@ def options(merger, **choice):
 
 
 def test_every_option_reaches_a_merge_on_disk(received):
-    of_search = {"search", "grid", "widen", "trials", *OF_SUITES, *OF_SCORE}
+    of_search = {"search", "grid", "widen", "trials", "trials_over", *OF_SUITES, *OF_SCORE}
     assert_effects(partial(received, command.main), options(Della(coef=0.3)), ON_DISK, besides=of_search)
 
 

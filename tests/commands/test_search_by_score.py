@@ -191,14 +191,14 @@ def test_trials_begin_at_the_best_coefficient_and_a_killed_search_resumes_on_the
     assert scores == pytest.approx([score for _, score in wanted.curve], abs=1e-6)
     assert made["hyperparameters"] == {"coef": 0.6, "weights": wanted.best}
     assert made["score"] == max(scores)
-    text = "a {a:g} b {b:g}".format(**wanted.best)
+    text = "weights a {a:g} b {b:g}".format(**wanted.best)
     assert out.splitlines()[1:] == [
         f"score: out/ta, {made['score']:.6g}, at the largest coefficient of those tried: --widen or --grid tries more",
-        f"weights: {text}, of 12 trials; the first ones score -0.2",
+        f"best of 12 trials: {text}; the first ones score -0.2",
     ]
     card = Path("out/ta/README.md").read_text()
     assert "Then CMA-ES tried 12 models with other weights of the experts. The best score, " in card
-    assert f" at {text.replace(' b', ', b')}, is optimistic, for it is the best of so many; that at the first" in card
+    assert f" at {text.replace(' b', ', b')}, is optimistic, for it is the best of so many; the first ones (w" in card
     assert exits("merge.py", "out/ta/recipe.yml", "--out", "again") is None
     assert (place / "again/ta/model.safetensors").read_bytes() == (place / "out/ta/model.safetensors").read_bytes()
     assert "kept: out/ta" in call("ta", *words, 12)[0]
@@ -211,6 +211,26 @@ def test_trials_begin_at_the_best_coefficient_and_a_killed_search_resumes_on_the
     found = json.loads(call("ta", *words, 6, "--overwrite", "--json")[0])
     assert found["searched"][0]["weights"] == merge.select_weights(start, of(wanted), trials=6, seed=4).best
     assert runs() == []
+
+
+def test_trials_over_densities_begin_at_the_one_of_all_and_the_recipe_has_the_chosen_ones(call, exits, place):
+    words = "--coef", 0.6, "--keep", 0.5, "--trials", 8, "--trials-over", "weights", "densities", "--out", "out"
+    score = "bash -c 'basename {model} | cksum | cut -c 1-4'"
+    out, _, code = call("ties", *words, score=score)
+    assert code is None
+    made = manifest("out/ties")
+    assert made["score_weights"][0][0] == {"a": 1.0, "b": 1.0}
+    assert made["score_densities"][0][0] == {"a": 0.5, "b": 0.5}
+    assert len(made["score_densities"]) == len(made["score_weights"]) == 9
+    best = max(range(9), key=lambda at: made["score_weights"][at][1])
+    assert best, "the candidates' names decide the scores"
+    assert made["hyperparameters"]["weights"] == made["score_weights"][best][0]
+    assert made["hyperparameters"]["densities"] == made["score_densities"][best][0]
+    assert made["asked"]["densities"] == made["asked"]["weights"] == {}
+    assert "best of 8 trials: weights a " in out
+    assert exits("merge.py", "out/ties/recipe.yml", "--out", "again") is None
+    assert (place / "again/ties/model.safetensors").read_bytes() == (place / "out/ties/model.safetensors").read_bytes()
+    assert "kept: out/ties" in call("ties", *words, score=score)[0]
 
 
 def of(selection):

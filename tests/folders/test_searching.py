@@ -268,27 +268,29 @@ def test_trials_choose_weights_by_brute_force_from_the_best_coefficient_on(famil
     found = search_folders(TA, *places, tmp_path / "ta", score=scoring, report=said.append, **options)
     alone = search_folders(TA, *places, tmp_path / "ta", score=pytest.fail, coefs=GRID, name="distance")
     at = alone.config
-    assert (found.curve, found.edge, alone.weights) == (alone.curve, alone.edge, ())
+    assert (found.curve, found.edge, alone.trials) == (alone.curve, alone.edge, ())
 
-    def score(weights):
-        return scoring.of(merge.merge_by(merge.with_weights(at, weights), base, experts))
+    def score(numbers):
+        return scoring.of(merge.merge_by(merge.with_numbers(at, numbers), base, experts))
 
-    expected = merge.select_weights(dict.fromkeys(names, 1.0), score, trials=13, seed=2)
-    assert [weights for weights, _ in found.weights] == [weights for weights, _ in expected.curve]
-    assert found.config == replace(at, weights=expected.best)
+    expected = merge.select_numbers(at, names, score, trials=13, seed=2)
+    assert [numbers for numbers, _ in found.trials] == [numbers for numbers, _ in expected.curve]
+    assert found.config == replace(at, **expected.best)
     assert found.score == pytest.approx(expected.score)
     assert found.score > alone.score
     assert [own.name for own in said[4:]] == [f"ta trial {place}" for place in range(1, 14)]
     assert [own.name for own in scoring.calls[4:]] == [f"ta-trial-{place}" for place in range(1, 14)]
     assert search_folders(TA, *places, tmp_path / "ta", score=pytest.fail, **options) == found
     fixed = search_folders(at, *places, tmp_path / "ta", score=pytest.fail, **options | {"coefs": ()})
-    assert (fixed.config, fixed.weights, fixed.curve) == (found.config, found.weights, ())
+    assert (fixed.config, fixed.trials, fixed.curve) == (found.config, found.trials, ())
     for config, trials, text in (
-        (WeightAverage(), 13, "trials try weights of the experts, and wa takes none: leave trials out"),
+        (WeightAverage(), 13, "trials: wa takes no weights by expert, leave it out"),
         (TA, 5, "trials is 5, must be an integer of at least 6: a generation of 2 weights"),
-        (TaskArithmetic(weights={names[0]: 0.0}), 13, "CMA-ES needs two experts at least with a weight other than 0"),
+        (TaskArithmetic(weights={names[0]: 0.0}), 13, "CMA-ES needs at least two weights other than 0"),
         (TaskArithmetic(weights={names[0]: {"*": 0.0}}), 13, "the weight of .* is {'\\*': 0.0}, must be a number"),
     ):
         with pytest.raises(ValueError, match=text):
             search_folders(config, *places, tmp_path / "out/ta", score=pytest.fail, trials=trials)
+    with pytest.raises(ValueError, match="trials: ta takes no densities by expert, leave trials_over out"):
+        search_folders(TA, *places, tmp_path / "out/ta", score=pytest.fail, trials=13, trials_over=["densities"])
     assert not (tmp_path / "out").exists()

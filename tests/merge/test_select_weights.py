@@ -5,9 +5,10 @@ import sys
 
 import numpy
 import pytest
+import torch
 
-from smat_fn import merge
-from smat_fn.config import MultiSlerp, TaskArithmetic, Ties, WeightedAverage
+from smat_fn import merge, random
+from smat_fn.config import Breadcrumbs, Dare, Della, MultiSlerp, TaskArithmetic, Ties, WeightedAverage
 
 ONES = {"a": 1.0, "b": 1.0, "c": 1.0}
 BEST = {"a": 0.4, "b": 1.7, "c": 1.1}
@@ -95,7 +96,7 @@ def test_weights_keep_their_sign_zeros_stay_and_factors_are_within_a_hundred():
         (ONES, 0, "trials is 0, must be an integer of at least 7: a generation of 3 weights"),
         (ONES, 6, "trials is 6, must be an integer of at least 7"),
         (ONES, 8.0, "trials is 8.0, must be an integer of at least 7"),
-        ({"a": 1.0}, 60, r"needs two experts at least with a weight other than 0, of \['a'\] there is 1: search one"),
+        ({"a": 1.0}, 60, r"needs at least two weights other than 0, of \['a'\] there is 1: search one"),
         ({"a": 1.0, "b": 0.0}, 60, r"of \['a', 'b'\] there is 1"),
         ({}, 60, r"of \[\] there are none"),
         ({"a": 1.0, "b": math.inf}, 60, "the weight of 'b' is inf, must be finite"),
@@ -122,12 +123,99 @@ def test_a_missing_package_is_named_before_a_score(monkeypatch):
 
 def test_weights_of_mergers_are_by_name_or_in_the_experts_order():
     names = ["b", "a"]
-    assert merge.weights_of(TaskArithmetic(), names) == {"b": 1.0, "a": 1.0}
-    assert merge.weights_of(Ties(weights={"a": -0.5}), names) == {"b": 1.0, "a": -0.5}
-    assert merge.weights_of(WeightedAverage(weights=(2.0, 3.0)), names) == {"b": 2.0, "a": 3.0}
-    assert merge.weights_of(MultiSlerp(), names) == {"b": 1.0, "a": 1.0}
-    new = {"b": 0.5, "a": 4.0}
-    assert merge.with_weights(Ties(keep=0.3, weights={"a": 1.5}), new) == Ties(keep=0.3, weights=new)
-    assert merge.with_weights(MultiSlerp(coef=2.0), new) == MultiSlerp(coef=2.0, weights=(0.5, 4.0))
-    plain = TaskArithmetic()
-    assert merge.with_weights(plain, {"b": 1.0, "a": 1.0}) is plain
+    for config, wanted in (
+        (TaskArithmetic(), {"b": 1.0, "a": 1.0}),
+        (Ties(weights={"a": -0.5}), {"b": 1.0, "a": -0.5}),
+        (WeightedAverage(weights=(2.0, 3.0)), {"b": 2.0, "a": 3.0}),
+        (MultiSlerp(), {"b": 1.0, "a": 1.0}),
+    ):
+        assert merge.numbers_of(config, names) == {"weights": wanted}
+        assert list(merge.numbers_of(config, names)["weights"]) == names
+        assert merge.with_numbers(config, {"weights": wanted}) is config
+    new = {"weights": {"b": 0.5, "a": 4.0}}
+    assert merge.with_numbers(Ties(keep=0.3, weights={"a": 1.5}), new) == Ties(keep=0.3, **new)
+    assert merge.with_numbers(MultiSlerp(coef=2.0), new) == MultiSlerp(coef=2.0, weights=(0.5, 4.0))
+
+
+def test_densities_of_mergers_are_those_of_experts_or_the_one_of_all():
+    names = ["b", "a"]
+    for config, own in (
+        (Ties(keep=0.2, densities={"a": 0.9}), 0.2),
+        (Dare(drop_prob=0.9, densities={"a": 0.9}), 0.1),
+        (Della(drop_prob=0.4, window=0.1, densities={"a": 0.9}), 0.6),
+        (Breadcrumbs(drop_smallest=0.3, drop_largest=0.1, densities={"a": 0.9}), 0.6),
+    ):
+        assert merge.numbers_of(config, names, ["densities"]) == {"densities": {"b": own, "a": 0.9}}
+        assert merge.with_numbers(config, {"densities": {"b": own, "a": 0.9}}) is config
+        new = {"densities": {"b": 0.5, "a": 0.25}, "weights": {"b": 2.0, "a": 1.0}}
+        assert merge.numbers_of(merge.with_numbers(config, new), names, list(new)) == new
+
+
+BOTH = {"weights": {"a": 0.4, "b": 1.7}, "densities": {"a": 0.1, "b": 0.5}}
+
+
+def test_weights_and_densities_are_searched_together_and_one_of_them_alone():
+    config, names = Ties(keep=0.2), ["a", "b"]
+
+    def distance(numbers):
+        logs = [math.log(x / BOTH[option][name]) for option, own in numbers.items() for name, x in own.items()]
+        return -math.fsum(x * x for x in logs)
+
+    found = merge.select_numbers(config, names, distance, over=("weights", "densities"), trials=400)
+    assert {option: pytest.approx(own, rel=0.02) for option, own in BOTH.items()} == found.best
+    assert found.curve[0][0] == {"weights": {"a": 1.0, "b": 1.0}, "densities": {"a": 0.2, "b": 0.2}}
+    assert len(found.curve) == 401
+    alone = merge.select_numbers(config, names, distance, over=["densities"], trials=200)
+    assert alone.best == {"densities": pytest.approx(BOTH["densities"], rel=0.02)}
+    score = lambda own: distance({"weights": own["weights"]})  # noqa: E731
+    weights = merge.select_numbers(config, names, score, trials=20, seed=3)
+    same = merge.select_weights({"a": 1.0, "b": 1.0}, lambda own: score({"weights": own}), trials=20, seed=3)
+    assert [(own["weights"], value) for own, value in weights.curve] == list(same.curve)
+
+
+@pytest.mark.parametrize(
+    ("config", "low", "high"),
+    [
+        (Ties(keep=0.5, aggregate="sum", scope="tensor"), 0.005, 1.0),
+        (Dare(drop_prob=0.5), 0.005, 1.0),
+        (Della(drop_prob=0.5, window=0.14), 0.07 + 2**-16, 0.93),
+        (Della(drop_prob=0.5, window=0.14, windows={"a": 0.4, "b": {"x": 0.2, "*": 0.4}}), 0.2 + 2**-16, 0.8),
+        (Breadcrumbs(drop_smallest=0.4, drop_largest=0.1), 0.005, 1.0),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+@pytest.mark.parametrize("up", [True, False])
+def test_densities_stay_where_the_merger_takes_them(config, low, high, up):
+    base, seen = {"x": torch.zeros(4, 8), "y": torch.zeros(6)}, []
+    experts = {name: {path: torch.randn_like(leaf) for path, leaf in base.items()} for name in ("a", "b")}
+
+    def score(numbers):
+        seen.append(numbers["densities"])
+        merge.merge_by(merge.with_numbers(config, numbers), base, experts, key=random.key(0), coef=0.5)
+        return sum(numbers["densities"].values()) * (1 if up else -1)
+
+    found = merge.select_numbers(config, list(experts), score, over=["densities"], trials=150)
+    assert all(low <= density <= high for own in seen for density in own.values())
+    end = high if up else low
+    assert found.best["densities"] == pytest.approx(dict.fromkeys(experts, end), abs=0.02)
+    zero = merge.with_numbers(config, {"densities": {"a": 0.0, "b": 0.5}})
+    found = merge.select_numbers(zero, list(experts), score, over=["weights", "densities"], trials=7)
+    assert all(own["densities"]["a"] == 0 for own, _ in found.curve), "0 stays"
+
+
+@pytest.mark.parametrize(
+    ("config", "over", "text"),
+    [
+        (TaskArithmetic(), ["densities"], "trials: ta takes no densities by expert, leave over out"),
+        (TaskArithmetic(), "weights", "over is 'weights', must be weights or densities, or both"),
+        (Ties(keep=0.5), [], r"over is \[\], must be weights or densities, or both"),
+        (Ties(keep=0.5), ["weights", "weights"], r"over is \['weights', 'weights'\], must be weights or"),
+        (Ties(keep=0.5), ["windows"], r"over is \['windows'\], must be weights or densities, or both"),
+        (Ties(), ["densities"], "the density of 'a' is None, must be a number"),
+        (Ties(keep=0.5, densities={"a": 0.0}), ["densities"], "needs at least two densities other than 0, of"),
+        (Ties(keep=0.5), ["weights", "densities"], "at least 8: a generation of 2 weights and 2 densities"),
+    ],
+)
+def test_options_that_cannot_be_searched_are_an_error_before_a_score(config, over, text):
+    with pytest.raises(ValueError, match=text):
+        merge.select_numbers(config, ["a", "b"], pytest.fail, over=over, trials=7)

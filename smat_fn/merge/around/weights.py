@@ -1,61 +1,88 @@
-"""A weight for each expert, by any score: CMA-ES, which moves a normal distribution towards the best candidates."""
+"""Weights and densities of single experts, by any score: CMA-ES moves a normal distribution to the best candidates."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 
 from ...errors import count_problem, raise_problems
 from ..parts.inputs import type_problems
 from ..parts.merger import Merger
+from ..parts.per_expert import Sparse
 from .select import Selection, best_of, choose, exceeds
 
+K = TypeVar("K")
+ByExpert: TypeAlias = dict[str, dict[str, float]]  # numbers by option of a merger, such as "weights", and by expert
+
+OVER: Final = {"weights": "weight", "densities": "density"}  # the options that trials vary, and a number of each
 STEP = 0.3  # standard deviation of the first log factors: most lie between 0.5 and 2
 _FAR = math.log(100.0)  # a log factor is at most this large in size
-_DIGITS = 4  # of a weight: equal weights to this precision are the same model
+_DIGITS = 4  # of a number: equal numbers to this precision are the same model
 
 
-def weights_of(config: Merger, names: Sequence[str]) -> dict[str, float]:
-    """The weights of a merger by expert, 1 where none is given. Args: names: of the experts, in their order."""
-    own: Any = vars(config)["weights"]
-    given = own if isinstance(own, Mapping) else dict(zip(names, own, strict=False))
-    return {name: given.get(name, 1.0) for name in names}
+def numbers_of(config: Merger, names: Sequence[str], over: Sequence[str] = ("weights",)) -> ByExpert:
+    """The weights or densities of a merger by expert: where none is given 1, or the merger's own density.
+
+    Args: names: of the experts, in their order; over: "weights", "densities" or both.
+    """
+    found = ByExpert()
+    for option in over:
+        own: Any = vars(config)[option]
+        given = own if isinstance(own, Mapping) else dict(zip(names, own, strict=False))
+        default = 1.0 if option == "weights" else _sparse(config).density()
+        found[option] = {name: given.get(name, default) for name in names}
+    return found
 
 
-def with_weights(config: Merger, weights: Mapping[str, float]) -> Merger:
-    """The merger with other weights, itself where it has these. Args: weights: by expert, in their order."""
-    if weights == weights_of(config, list(weights)):
-        return config
-    by_name = isinstance(vars(config)["weights"], Mapping)
-    changes: Any = {"weights": dict(weights) if by_name else tuple(weights.values())}
-    return replace(config, **changes)
+def _sparse(config: Merger) -> Sparse:
+    assert isinstance(config, Sparse), "others have no densities"
+    return config
+
+
+def with_numbers(config: Merger, numbers: Mapping[str, Mapping[str, float]]) -> Merger:
+    """The merger with other numbers, itself where it has these. Args: numbers: as of `numbers_of`."""
+    changes: dict[str, Any] = {
+        option: dict(own) if isinstance(vars(config)[option], Mapping) else tuple(own.values())
+        for option, own in numbers.items()
+        if own != numbers_of(config, list(own), [option])[option]
+    }
+    return replace(config, **changes) if changes else config
 
 
 def population(count: int) -> int:
-    """Candidates in a generation of CMA-ES with ``count`` weights: 4 + ⌊3 ln count⌋."""
+    """Candidates in a generation of CMA-ES of ``count`` numbers: 4 + ⌊3 ln count⌋."""
     return 4 + int(3 * math.log(count))
 
 
-def check_trials(start: Mapping[str, float], trials: int, label: str = "trials") -> None:
-    """Check what `select_weights` is given. Args: label: name of trials in errors.
+def over_problems(config: Merger, over: Sequence[str], label: str = "over", trials: str = "trials") -> list[str]:
+    """Errors for options that trials cannot vary. Args: label, trials: names of ``over`` and of trials in errors."""
+    if isinstance(over, str) or not over or {*over} - {*OVER} or len({*over}) < len(over):
+        return [f"{label} is {over!r}, must be {' or '.join(OVER)}, or both"]
+    return [
+        f"{trials}: {config.name} takes no {option} by expert, leave {label if option != 'weights' else 'it'} out"
+        for option in over
+        if option not in vars(config)
+    ]
+
+
+def check_trials(start: Mapping[str, Mapping[str, float]], trials: int, label: str = "trials") -> None:
+    """Check numbers by option and expert that CMA-ES is to begin with. Args: label: name of trials in errors.
 
     Raises: ValueError and ModuleNotFoundError as `select_weights`.
     """
-    if not isinstance(start, Mapping):
-        raise ValueError(f"start is {start!r}, must be a mapping {{expert's name: weight}}")
-    problems = [text for name, w in start.items() for text in type_problems(**{f"the weight of {name!r}": w})]
-    infinite = [name for name, w in start.items() if not problems and not math.isfinite(w)]
-    raise_problems(problems or [f"the weight of {name!r} is {start[name]}, must be finite" for name in infinite])
-    count = sum(w != 0 for w in start.values())
-    if count < 2:
+    every = {f"the {OVER[option]} of {name!r}": x for option, own in start.items() for name, x in own.items()}
+    problems = type_problems(**every)
+    raise_problems(problems or [f"{what} is {x}, must be finite" for what, x in every.items() if not math.isfinite(x)])
+    counts = {option: sum(x != 0 for x in own.values()) for option, own in start.items()}
+    if (count := sum(counts.values())) < 2:
         raise ValueError(
-            f"{label}: CMA-ES needs two experts at least with a weight other than 0, of {list(start)} there "
-            f"{'is' if count else 'are'} {count or 'none'}: search one coefficient alone"
+            f"{label}: CMA-ES needs at least two {' and '.join(counts)} other than 0, of {[*start[next(iter(start))]]} "
+            f"there {'is' if count else 'are'} {count or 'none'}: search one coefficient alone"
         )
-    least = population(count)
-    raise_problems([f"{text}: a generation of {count} weights" for text in count_problem(label, trials, least)])
+    kinds = " and ".join(f"{own} {option}" for option, own in counts.items())
+    raise_problems([f"{text}: a generation of {kinds}" for text in count_problem(label, trials, population(count))])
     _cma()
 
 
@@ -94,18 +121,71 @@ def select_weights(
 
     Source: Hansen, "The CMA Evolution Strategy: A Tutorial", arXiv 1604.00772; the package cma.
     """
-    check_trials(start, trials)
-    first, curve = {name: float(w) for name, w in start.items()}, list[tuple[dict[str, float], float]]()
+    if not isinstance(start, Mapping):
+        raise ValueError(f"start is {start!r}, must be a mapping {{expert's name: weight}}")
+    check_trials({"weights": start}, trials)
+    return _select(start, {}, score, trials, seed)
 
-    def scored(weights: dict[str, float]) -> float:
-        curve.append((weights, choose([weights], score).score))
+
+def select_numbers(
+    config: Merger,
+    names: Sequence[str],
+    score: Callable[[ByExpert], float],
+    *,
+    over: Sequence[str] = ("weights",),
+    trials: int,
+    seed: int = 0,
+) -> Selection[ByExpert]:
+    """A weight, a density, or both, for each expert, by CMA-ES as in `select_weights`, from a merger's numbers on.
+
+    A density is s exp(z) in the range that the merger allows: (0, 1], of DELLA as its window allows.
+
+    Args:
+        config: its numbers are the start (`numbers_of`), and `with_numbers` puts others in.
+        names: of the experts, in their order.
+        score: of numbers by option and expert, the larger the better.
+        over: "weights", "densities" or both, options of the merger.
+        trials, seed: as of `select_weights`.
+
+    Returns:
+        The choice as `select_weights` returns it, of numbers by option and expert.
+
+    Raises:
+        ValueError: as `select_weights`; for ``over`` that names other options, or those that the merger does not have.
+        ModuleNotFoundError: the package cma is missing.
+    """
+    raise_problems(over_problems(config, over))
+    start = numbers_of(config, names, over)
+    check_trials(start, trials)
+    flat = {(option, name): x for option, own in start.items() for name, x in own.items()}
+    limits = {at: _sparse(config).density_limits(at[1]) for at in flat if at[0] == "densities"}
+
+    def nested(numbers: Mapping[tuple[str, str], float]) -> ByExpert:
+        return {option: {name: numbers[option, name] for name in own} for option, own in start.items()}
+
+    found = _select(flat, limits, lambda own: score(nested(own)), trials, seed)
+    return Selection(nested(found.best), found.score, tuple((nested(own), value) for own, value in found.curve))
+
+
+def _select(
+    start: Mapping[K, float],
+    limits: Mapping[K, tuple[float, float]],
+    score: Callable[[dict[K, float]], float],
+    trials: int,
+    seed: int,
+) -> Selection[dict[K, float]]:
+    """The choice of `select_weights` among any numbers. Args: limits: the lowest and the largest value of some."""
+    first, curve = {name: float(x) for name, x in start.items()}, list[tuple[dict[K, float], float]]()
+
+    def scored(numbers: dict[K, float]) -> float:
+        curve.append((numbers, choose([numbers], score).score))
         return curve[-1][1]
 
     scored(first)
-    search = _strategy(sum(w != 0 for w in first.values()), seed)
+    search = _strategy(sum(x != 0 for x in first.values()), seed)
     while (left := trials + 1 - len(curve)) > 0:
         points = search.ask()
-        found = [scored(_weights(first, point)) for point in points[:left]]
+        found = [scored(_numbers(first, limits, point)) for point in points[:left]]
         if left < len(points) or not exceeds(max(found), min(found)):
             break
         # places in order of their scores, not scores: they may be infinite, and of equal ones the earlier comes first
@@ -114,10 +194,15 @@ def select_weights(
     return Selection(*best_of(curve), tuple(curve))
 
 
-def _weights(start: Mapping[str, float], point: Sequence[float]) -> dict[str, float]:
-    """Weights by expert of log factors, one for each weight of ``start`` that is not 0."""
-    factors = iter(point)
-    return {name: float(f"{w * math.exp(next(factors)):.{_DIGITS}g}") if w else w for name, w in start.items()}
+def _numbers(
+    start: Mapping[K, float], limits: Mapping[K, tuple[float, float]], point: Sequence[float]
+) -> dict[K, float]:
+    """The numbers of log factors, one for each number of ``start`` that is not 0."""
+    factors, found = iter(point), dict[K, float]()
+    for name, x in start.items():
+        low, high = limits.get(name, (-math.inf, math.inf))
+        found[name] = min(max(float(f"{x * math.exp(next(factors)):.{_DIGITS}g}"), low), high) if x else x
+    return found
 
 
 def _strategy(count: int, seed: int) -> Any:

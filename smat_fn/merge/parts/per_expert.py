@@ -306,3 +306,12 @@ class Sparse(Summed):
     """Density (fraction of coordinates kept) of experts by name; other experts use the merger's own."""
     rescale: bool = False
     """Scale kept entries to the original L1 norm of each parameter; dare and della then divide by no probability."""
+
+    def density(self) -> float | None:
+        """The fraction of coordinates that is kept of experts without a density of their own."""
+        drop_prob = vars(self)["drop_prob"]
+        return None if drop_prob is None else round(1 - drop_prob, 12)
+
+    def density_limits(self, name: str) -> tuple[float, float]:
+        """The least and the largest density that an expert may have."""
+        return 0.0, 1.0

@@ -125,6 +125,9 @@ class Choices:
     combination gets its own coefficient; the one with the best dev score is chosen."""
     trials: int = 0
     """With --search: number of models to try with other weights of the experts, by CMA-ES, after the coefficient."""
+    trials_over: tuple[Literal["weights", "densities"], ...] = ("weights",)
+    """Numbers of each expert that --trials varies: weights, densities (ties, dare, dare_ties, della, breadcrumbs), or
+    both."""
     per_layer: int = 0
     """With --search: number of sweeps over the blocks, each of which gets the coefficient with the best dev score."""
     snapshots: bool = False
@@ -387,25 +390,26 @@ def _check_over(args: Merge) -> None:
 
 
 def _check_trials(args: Merge, config: MergerConfig, base: Path, experts: Sequence[Path]) -> None:
-    """Raises: ValueError for --trials without a search, without weights to try, and beside what it cannot be with."""
-    from smat_fn.merge import check_trials, weights_of
+    """Raises: ValueError for --trials without a search, without numbers to try, and beside what it cannot be with."""
+    from smat_fn.merge import check_trials, numbers_of, over_problems
     from smat_fn.scripts.merge.given import by_name
 
     choice, merger = args.choice, args.merger
     if not choice.trials:
+        if choice.trials_over != ("weights",):
+            raise ValueError(f"--trials-over {' '.join(choice.trials_over)} requires --trials")
         return
     if isinstance(merger, All):
         raise ValueError("--trials tries weights of the experts with one merger: name it in place of all")
     problems = [] if choice.search else ["--trials requires --search"]
-    if not hasattr(merger, "weights"):
-        problems.append(f"--trials tries weights of the experts, and {merger.name} takes none: leave it out")
+    problems += over_problems(config, choice.trials_over, "--trials-over", "--trials")
     if choice.snapshots:
         problems.append("--trials is not available with --snapshots: search one, as --run RUN/snapshots/NUMBER")
     if choice.per_layer:
         problems.append("--trials and --per-layer both begin at the best coefficient: leave one out")
     raise_problems(problems)
     names = [name for name, *_ in by_name(base, experts, None)[0]]
-    check_trials(weights_of(config, names), choice.trials, "--trials")
+    check_trials(numbers_of(config, names, choice.trials_over), choice.trials, "--trials")
 
 
 def mergers(args: Merge, preset: Preset) -> list[MergerConfig]:
@@ -463,6 +467,7 @@ def in_memory(
         snapshots=find_snapshots(args.inputs.run, experts) if args.choice.snapshots and args.inputs.run else {},
         sweeps=args.choice.per_layer,
         trials=args.choice.trials,
+        trials_over=args.choice.trials_over,
         lines=args.choice.lines,
     )
     in_memory.merge_run(asked, outcome.line)
@@ -515,7 +520,7 @@ def on_disk(args: Merge, preset: Preset, configs: list[MergerConfig], base: Path
     if args.choice.score is not None:
         from smat_fn.scripts.merge import outside
 
-        ours = args.choice.grid, args.choice.widen, args.choice.trials
+        ours = args.choice.grid, args.choice.widen, args.choice.trials, args.choice.trials_over
         asked = outside.Asked(args.choice.score, args.choice.score_key, *ours)
         return outside.run(configs, order, asked, dry_run=own.dry_run, push=own.push_to_hub, public=own.public)
     return on_disk.run(configs, order, dry_run=own.dry_run, push=own.push_to_hub, public=own.public)

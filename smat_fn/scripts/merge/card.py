@@ -12,9 +12,10 @@ from ...errors import printable
 from ...folders.inputs.hub import local_folder
 from ...folders.inputs.reading import DIFFUSION, DIFFUSION_INDEX, PIPELINE
 from ...folders.inputs.stacks import folders_of
-from ...merge import RANDOM
+from ...merge import RANDOM, ByExpert
 from ...merge.around.select import best_of
 from ..recipes.places import folder_name
+from .searched import trials_of
 
 CARD = "README.md"
 _LICENSE = "license", "license_name", "license_link"  # of a model card's metadata
@@ -281,7 +282,7 @@ def _search(manifest: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"Then each block in its turn got the coefficient that does best on dev, {len(blocks)} were tried."
         )
-    lines += _weights(manifest.get("dev_weights", ()), "dev score", "{:.2f}")
+    lines += _trials(trials_of(manifest, "dev"), "dev score", "{:.2f}")
     if at := manifest.get("snapshot"):
         points = ", ".join(
             f"{index}: {score:.2f}" + ("" if coef is None else f" at coefficient {coef:g}")
@@ -322,20 +323,26 @@ def _outside(manifest: Mapping[str, Any]) -> list[str]:
         chosen = f" The chosen one is the {edge} tried." if edge else ""
         tried = _points(curve, "{}: {:.6g}")
         lines += ["", f"The coefficient was chosen by this score, which is therefore optimistic: {tried}.{chosen}"]
-    weighted = _weights(manifest.get("score_weights", ()), "score", "{:.6g}")
-    return [*lines, *(text for line in weighted for text in ("", line))]
+    trials = _trials(trials_of(manifest, "score"), "score", "{:.6g}")
+    return [*lines, *(text for line in trials for text in ("", line))]
 
 
-def _weights(tried: Sequence[Any], what: str, form: str) -> list[str]:
-    """A sentence on weights of experts that CMA-ES chose, if it did. Args: tried: (weights, score), first the start."""
+def _trials(tried: Sequence[tuple[ByExpert, float]], what: str, form: str) -> list[str]:
+    """A sentence on numbers of experts that CMA-ES chose, if it did. Args: tried: (numbers, score), first the start."""
     if not tried:
         return []
     (start, score), (best, most) = tried[0], best_of(tried)
-    first, own = (_points(((_text(name), w) for name, w in weights.items()), "{} {:g}") for weights in (start, best))
-    best_score, first_score = form.format(most), form.format(score)
+    first, own = (
+        "; ".join(
+            f"{option} " + _points(((_text(name), number) for name, number in each.items()), "{} {:g}")
+            for option, each in numbers.items()
+        )
+        for numbers in (start, best)
+    )
     return [
-        f"Then CMA-ES tried {len(tried) - 1} models with other weights of the experts. The best {what}, {best_score} "
-        f"at {own}, is optimistic, for it is the best of so many; that at the first weights ({first}) is {first_score}."
+        f"Then CMA-ES tried {len(tried) - 1} models with other {' and '.join(start)} of the experts. The best {what}, "
+        f"{form.format(most)} at {own}, is optimistic, for it is the best of so many; the first ones ({first}) score "
+        f"{form.format(score)}."
     ]
 
 

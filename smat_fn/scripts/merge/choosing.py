@@ -21,7 +21,7 @@ from ...merge.parts.masked import Masked
 from ...progress import say
 from ...types import Params
 from .inputs import Inputs, like_base, mask_key, read_statistics
-from .searched import Over, combinations, text_of, weights_text
+from .searched import Over, combinations, numbers_text, text_of
 
 T = TypeVar("T")
 Decode = tuple[str, int]  # task, repeat
@@ -72,7 +72,7 @@ class Merged(NamedTuple):
     notes: tuple[str, ...] = ()  # what a user should know of the experts
     snapshot: int = 0  # its number, where one was chosen
     layers: merge.Layered | None = None  # coefficients by block, where they were chosen
-    weighted: merge.Selection[dict[str, float]] | None = None  # weights by expert, where they were chosen
+    trials: merge.Selection[merge.ByExpert] | None = None  # numbers by expert, where they were chosen
     edge: str = ""  # "smallest" or "largest", where the coefficient is at the edge of those tried
     tuned: tuple[Tuned, ...] = ()  # every combination of options, where a search tries them too
 
@@ -285,6 +285,7 @@ def merge_one(
     calibration: float | None = None,
     sweeps: int = 0,
     trials: int = 0,
+    trials_over: Sequence[str] = ("weights",),
     over: Over = MappingProxyType({}),
     report: Callable[[str], None] = lambda line: None,
 ) -> Merged:
@@ -296,8 +297,9 @@ def merge_one(
     of one decode are decoded as often as its score wants (`rerank`). With ``over``, values by option, there is such a
     search for every combination of them, in their order; the best score decides, ties go to the earlier one, and
     ``report`` is called with a line for each. With ``sweeps``, every block then gets a coefficient of its own
-    (`merge.select_coefs`). With ``trials``, so many models with other weights of the experts are then tried
-    (`merge.select_weights`). With ``calibration``, a coefficient, the sparsity is chosen first (`calibrate`).
+    (`merge.select_coefs`). With ``trials``, so many models with other numbers of the experts are then tried, of the
+    options ``trials_over`` (`merge.select_numbers`). With ``calibration``, a coefficient, the sparsity is chosen first
+    (`calibrate`).
     """
     calibrated = None
     if calibration is not None:
@@ -318,7 +320,7 @@ def merge_one(
     if sweeps and not fixed:
         return _by_layer(made, found.best, models, scorer, [c for c, _ in curve], sweeps)
     if trials:
-        return _by_weight(made, found.best, models, scorer, trials, seed)
+        return _by_expert(made, found.best, models, scorer, trials, trials_over, seed)
     params = models.home(models(found.best))
     return made._replace(params=params, tried=tried._replace(seconds_merging=models.seconds))
 
@@ -347,29 +349,36 @@ def _by_layer(
     return made._replace(params=params, dev=dev, layers=layers, tried=total(made.tried, cost))
 
 
-def _by_weight(made: Merged, config: MergerConfig, models: Models, scorer: Scorer, trials: int, seed: int) -> Merged:
-    """The model of a search with other weights of the experts; of sampled answers one decode counts."""
-    before, merging = scorer.cost, models.seconds
-    start = merge.weights_of(config, list(models.inputs.experts))
+def _by_expert(
+    made: Merged,
+    config: MergerConfig,
+    models: Models,
+    scorer: Scorer,
+    trials: int,
+    over: Sequence[str],
+    seed: int,
+) -> Merged:
+    """The model of a search with other weights or densities of experts; of sampled answers one decode counts."""
+    before, merging, names = scorer.cost, models.seconds, list(models.inputs.experts)
     seen: dict[str, dict[str, float]] = {}
     best: list[float] = []
 
-    def score(weights: Mapping[str, float]) -> float:
-        own, place = merge.with_weights(config, weights), len(best)
+    def score(numbers: merge.ByExpert) -> float:
+        own, place = merge.with_numbers(config, numbers), len(best)
         found = _once(models, scorer, partial(models, own), models.facts(own), f"{config.name}, trial {place}")
-        seen[str(weights)], value = found, fmean(found.values())
+        seen[str(numbers)], value = found, fmean(found.values())
         if best and merge.exceeds(value, max(best)):
-            say(f"{config.name}, trial {place} of {trials}: dev {value:.2f}, weights {weights_text(weights)}")
+            say(f"{config.name}, trial {place} of {trials}: dev {value:.2f}, {numbers_text(numbers)}")
         best.append(value)
         return value
 
     scorer.expect((trials + 1) * len(models.tasks))
-    weighted = merge.select_weights(start, score, trials=trials, seed=seed)
-    params = models.home(models(merge.with_weights(config, weighted.best)))
-    dev = made.dev if weighted.best == start else seen[str(weighted.best)]
-    cost = _cost(len(weighted.curve) - 1, scorer, before, models.seconds - merging)
+    chosen = merge.select_numbers(config, names, score, over=over, trials=trials, seed=seed)
+    params = models.home(models(merge.with_numbers(config, chosen.best)))
+    dev = made.dev if chosen.best == chosen.curve[0][0] else seen[str(chosen.best)]
+    cost = _cost(len(chosen.curve) - 1, scorer, before, models.seconds - merging)
     assert made.tried is not None
-    return made._replace(params=params, dev=dev, weighted=weighted, tried=total(made.tried, cost))
+    return made._replace(params=params, dev=dev, trials=chosen, tried=total(made.tried, cost))
 
 
 def _once(

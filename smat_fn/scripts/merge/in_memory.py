@@ -26,7 +26,7 @@ from .choosing import Merged, Tuned, about, fingerprints, is_open, merge_one, sp
 from .finished import differences, is_merged, other_order, verify
 from .given import by_name
 from .inputs import Inputs, depth_problems, facts_of, load_inputs, missing_of, read_statistics
-from .searched import FLAG, Over, combined, text_of, weights_text
+from .searched import FLAG, Over, combined, facts_of_trials, numbers_text, text_of, trials_of
 from .snapshots import choose_snapshot
 from .suite import made_problems, of_base, scoring_suite
 
@@ -54,7 +54,8 @@ class Request(NamedTuple):
     over: Over = _NONE  # values to try by option, in a search by one merger: ``configs`` may hold any of them
     snapshots: Mapping[int, Sequence[Path]] = _NONE  # of a search: folders by number, ``experts`` the last
     sweeps: int = 0  # over the blocks, after a search, to choose a coefficient for each (`merge.select_coefs`)
-    trials: int = 0  # models with other weights of the experts, tried after a search (`merge.select_weights`)
+    trials: int = 0  # models with other numbers of the experts, tried after a search (`merge.select_numbers`)
+    trials_over: Sequence[str] = ("weights",)  # which numbers: "weights", "densities" or both
     lines: tuple[float, float] | None = None  # factors of coefficients at the first and the last block (LiNeS)
 
     def of(self, config: MergerConfig) -> dict[str, Any]:
@@ -66,6 +67,7 @@ class Request(NamedTuple):
         own |= {"coefs": sorted(tried)} if tried else {}
         own |= {"sweeps": self.sweeps} if self.sweeps else {}
         own |= {"trials": self.trials} if self.trials else {}
+        own |= {"trials_over": list(self.trials_over)} if self.trials and [*self.trials_over] != ["weights"] else {}
         own |= {"snapshots": _prints(self.snapshots)} if self.snapshots else {}
         own |= {"search": self.search, "suite": dict(self.options), **({"widen": True} if self.widen else {})}
         return own | ({} if self.lines is None else {"lines": list(self.lines)})
@@ -159,8 +161,8 @@ def _merged(
     """The model of one merger, in its folder. Args: note: on all experts; facts: of its manifest; report: a line."""
     merge_at = partial(
         merge_one, config, seed=asked.seed, coefs=asked.coefs, widen=asked.widen,
-        calibration=asked.calibration.get(config.name), sweeps=asked.sweeps, trials=asked.trials, over=asked.over,
-        report=report,
+        calibration=asked.calibration.get(config.name), sweeps=asked.sweeps, trials=asked.trials,
+        trials_over=asked.trials_over, over=asked.over, report=report,
     )  # fmt: skip
     if asked.snapshots:
         assert scorer is not None
@@ -225,13 +227,13 @@ def summary(merged: Mapping[Path, Merged]) -> Iterable[str]:
         coef = "" if model.coef is None or "coef" in model.options else f", coef {model.coef:g}"
         coef += f" ({model.edge} of those tried: --widen or --grid tries more)" if model.edge else ""
         coef += ", then by block" if model.layers else ""
-        coef += f", weights {weights_text(model.weighted.best)}" if model.weighted else ""
+        coef += f", {numbers_text(model.trials.best)}" if model.trials else ""
         coef += f", snapshot {model.snapshot}" if model.snapshot else ""
         score = f", dev {fmean(model.dev.values()):.2f}" if model.dev else ""
         yield f"{'kept' if model.kept else 'merged'}: {folder}{chosen}{coef}{score}"
         facts = {"folder": folder, "coef": model.coef, "dev": dict(model.dev), "kept": model.kept}
         facts |= {"options": model.options} if model.tuned else {}
-        outcome.add("merged", facts | ({"weights": model.weighted.best} if model.weighted else {}))
+        outcome.add("merged", facts | (model.trials.best if model.trials else {}))
         yield from (f"note: {note}" for note in model.notes)
 
 
@@ -312,15 +314,15 @@ def _finished(out: Path, facts: Mapping[str, Mapping[str, Any]], problems: list[
             at = manifest.get("snapshot", {}).get("index", 0)
             blocks = tuple((block, tried, score) for block, tried, score in manifest.get("dev_blocks", ()))
             layers = merge.Layered({}, fmean(dev.values()), blocks) if blocks else None  # the folder has the coefs
-            tried = [(dict(own), score) for own, score in manifest.get("dev_weights", ())]
-            weighted = merge.Selection(*best_of(tried), tuple(tried)) if tried else None
+            tried = trials_of(manifest, "dev")
+            trials = merge.Selection(*best_of(tried), tried) if tried else None
             tuned = tuple(
                 Tuned(own["options"], own["coef"], own["dev"], tuple((x, y) for x, y in own["curve"]))
                 for own in manifest.get("dev_options", ())
             )
             kept[folder] = Merged(
                 params, coef, dev, curve, finals, kept=True, notes=notes, edge=edge, snapshot=at, layers=layers,
-                weighted=weighted, tuned=tuned,
+                trials=trials, tuned=tuned,
             )  # fmt: skip
         else:
             problems += [f"{folder} holds another merge: {other}" for other in others[:1]]
@@ -367,8 +369,8 @@ def _write(
     """
     tree.check_finite(tree.flatten(merged.params), f"the model merged by {config.name}")
     config = replace(merged.calibration.config if merged.calibration else config, **merged.options)
-    if merged.weighted is not None:
-        config = merge.with_weights(config, merged.weighted.best)
+    if merged.trials is not None:
+        config = merge.with_numbers(config, merged.trials.best)
     facts = {
         **facts,
         "hyperparameters": {
@@ -381,14 +383,14 @@ def _write(
         "dev_curve": [list(point) for point in merged.curve],
         **({"dev_finals": [list(point) for point in merged.finals]} if merged.finals else {}),
         **({"dev_blocks": [list(point) for point in merged.layers.curve]} if merged.layers else {}),
-        **({"dev_weights": [list(point) for point in merged.weighted.curve]} if merged.weighted else {}),
+        **(facts_of_trials(merged.trials.curve, "dev") if merged.trials else {}),
         **({"dev_edge": merged.edge} if merged.edge else {}),
         **_tuned(merged),
         **({"notes": list(merged.notes)} if merged.notes else {}),
         **licenses_of(base, inputs.places),
     }
     if isinstance(config, Ties):
-        options = {name: value for name, value in settings(config).items() if name in ("keep", "scope")}
+        options = {name: value for name, value in settings(config).items() if name in ("keep", "scope", "densities")}
         facts["density"] = merge.ties_density(inputs.base, inputs.experts, **options)
     if (found := merged.calibration) is not None:
         curve = [list(point) for point in found.curve]

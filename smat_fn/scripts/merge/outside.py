@@ -29,7 +29,7 @@ from ..signals import leaving_on_signals
 from .choosing import is_open
 from .finished import is_merged
 from .on_disk import Order, kept_of, options_of, plan_run, plan_text, pushed, stream_run, summary
-from .searched import weights_text
+from .searched import facts_of_trials, numbers_text
 
 MODEL, FILES = "{model}", "{out}"  # in a command: the folder of a candidate, and one for the program's own files
 LOGS = "logs"  # folder in --out with the output of the command for each candidate
@@ -47,14 +47,16 @@ class Asked(NamedTuple):
     coefs: Sequence[float] = ()
     widen: bool = False
     trials: int = 0
+    trials_over: Sequence[str] = ("weights",)
 
     def facts(self, config: MergerConfig) -> dict[str, Any]:
         """The request for one merger, as its manifest has it; of folders of this machine it has names and a hash."""
         own = {"score": _PLACE.sub(r"\1", self.command), "score_keys": list(self.keys)}
         own |= {"score_sha256": hashlib.sha256(self.name.encode()).hexdigest()}
         tried = {"coefs": sorted(self.coefs or config.grid), **({"widen": True} if self.widen else {})}
-        begun = {"trials": self.trials, "weights": settings(config).get("weights", {})} if self.trials else {}
-        return {"asked": {**own, **(tried if is_open(config) else {}), **begun}}
+        given = settings(config)
+        begun = {"trials": self.trials, **{option: given.get(option, {}) for option in self.trials_over}}
+        return {"asked": {**own, **(tried if is_open(config) else {}), **(begun if self.trials else {})}}
 
     @property
     def name(self) -> str:
@@ -80,7 +82,7 @@ def run(
             yield plan_text(folder, plan)
             if plan is not None and (is_open(config) or asked.trials):
                 count = f"{len(asked.coefs or config.grid)} models" if is_open(config) else "1 model"
-                count += f", then {asked.trials} with other weights" if asked.trials else ""
+                count += f", then {asked.trials} with other {' and '.join(asked.trials_over)}" if asked.trials else ""
                 yield f"  search: {count}, one after another: each is merged, scored by --score and removed"
         return
     with_push = pushed(push, public=public, count=len(configs))
@@ -104,8 +106,9 @@ def _first(config: MergerConfig, asked: Asked, folder: Path) -> MergerConfig:
         coef = made.get("coef")
         known = isinstance(coef, float) and math.isfinite(coef)
         changes["coef"] = coef if known else min(asked.coefs or config.grid)
-    if asked.trials and isinstance(weights := made.get("weights"), (dict, list)):
-        changes["weights"] = tuple(weights) if isinstance(weights, list) else weights
+    for option in asked.trials_over if asked.trials else ():
+        if isinstance(own := made.get(option), (dict, list)):
+            changes[option] = tuple(own) if isinstance(own, list) else own
     return replace(config, **changes)
 
 
@@ -122,6 +125,7 @@ def _search(config: MergerConfig, order: Order, asked: Asked, hashing: Hashing) 
         coefs=asked.coefs if is_open(config) else (),
         widen=asked.widen,
         trials=asked.trials,
+        trials_over=asked.trials_over,
         seed=order.seed,
         name=asked.name,
         hashing=hashing,
@@ -134,8 +138,8 @@ def _facts(found: Searched) -> dict[str, Any]:
     """The facts of a search for a manifest, beside what was asked."""
     named = {} if list(found.scores) == [""] else {"scores": found.scores}
     edge = {"score_edge": found.edge} if found.edge else {}
-    weights = {"score_weights": [list(point) for point in found.weights]} if found.weights else {}
-    return {"score": found.score, **named, "score_curve": [list(point) for point in found.curve], **edge, **weights}
+    trials = facts_of_trials(found.trials, "score")
+    return {"score": found.score, **named, "score_curve": [list(point) for point in found.curve], **edge, **trials}
 
 
 def _said(folder: Path, found: Searched) -> Iterator[str]:
@@ -143,10 +147,11 @@ def _said(folder: Path, found: Searched) -> Iterator[str]:
     edge = f", at the {found.edge} coefficient of those tried: --widen or --grid tries more" if found.edge else ""
     yield f"score: {folder}, {found.score:.6g}{edge}"
     facts: dict[str, Any] = {"folder": folder, "coef": coef, "score": found.score, "curve": found.curve}
-    if found.weights:
-        facts["weights"], _ = best_of(found.weights)
-        text, trials = weights_text(facts["weights"]), len(found.weights) - 1
-        yield f"weights: {text}, of {trials} trials; the first ones score {found.weights[0][1]:.6g}"
+    if found.trials:
+        best, _ = best_of(found.trials)
+        facts |= best
+        text, trials = numbers_text(best), len(found.trials) - 1
+        yield f"best of {trials} trials: {text}; the first ones score {found.trials[0][1]:.6g}"
     outcome.add("searched", facts)
     values = sorted(score for _, score in found.curve)
     if len(values) > 1 and not merge.exceeds(values[-1], values[0]):

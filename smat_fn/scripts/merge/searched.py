@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from ... import errors
 from ...config import MERGERS, MORE_MERGERS, MergerConfig
+from ...merge.around.weights import OVER, ByExpert
 
 Over: TypeAlias = Mapping[str, Sequence[Any]]  # values to try by option
 FLAG = "--search-over"
@@ -118,9 +119,26 @@ def combined(config: MergerConfig, over: Over) -> list[MergerConfig]:
     return [replace(config, **own) for own in combinations(over)]
 
 
-def weights_text(weights: Mapping[str, float]) -> str:
-    """Weights by expert as --weights takes them, such as "A 0.5 C -1"."""
-    return " ".join(f"{name} {weight:g}" for name, weight in weights.items())
+def numbers_text(numbers: Mapping[str, Mapping[str, float]]) -> str:
+    """Numbers by expert nearly as options take them, such as "weights A 0.5 C -1, densities A 0.2 C 0.4"."""
+    return ", ".join(
+        f"{option} {' '.join(f'{name} {number:g}' for name, number in own.items())}" for option, own in numbers.items()
+    )
+
+
+def facts_of_trials(curve: Sequence[tuple[Mapping[str, Mapping[str, float]], float]], start: str) -> dict[str, Any]:
+    """The trials of a search for a manifest: (numbers by expert, score) for each option. Args: start: of the names."""
+    options = list(curve[0][0]) if curve else []
+    return {f"{start}_{option}": [[dict(own[option]), score] for own, score in curve] for option in options}
+
+
+def trials_of(manifest: Mapping[str, Any], start: str) -> tuple[tuple[ByExpert, float], ...]:
+    """The trials whose `facts_of_trials` a manifest has."""
+    found = {option: manifest[f"{start}_{option}"] for option in OVER if f"{start}_{option}" in manifest}
+    return tuple(
+        ({option: dict(own) for option, (own, _) in zip(found, points, strict=True)}, points[0][1])
+        for points in zip(*found.values(), strict=True)
+    )
 
 
 def text_of(options: Mapping[str, Any]) -> str:
