@@ -12,7 +12,7 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -183,6 +183,8 @@ class Trace(BaseSuite):
             self.notes += tuple(shared_rows(task, {split: list(map(str, asked[task, split])) for split in SPLITS}))
         if own.metric != TraceOptions.metric and all(task in TRACE_METRICS for task in tasks):
             self.notes += (f"metric {own.metric} scores no task: the paper's seven have metrics of their own",)
+        elif own.only and {*own.only} <= self.plain and own.metric not in (TraceOptions.metric, "likelihood"):
+            self.notes += (f"metric {own.metric} scores none of {', '.join(own.only)}, which are plain texts",)
         if own.repeats is not None and not any(decoding.TRACE[task].temperature for task in tasks if task in TASKS):
             self.notes += (f"repeats {own.repeats} changes no score: all tasks are decoded greedily, once",)
         self._lm = lm = language.load(own.model, device=place, device_map=own.device_map, **own.loading())
@@ -211,17 +213,13 @@ class Trace(BaseSuite):
 
     def _unread(self, tasks: Sequence[str]) -> Iterator[str]:
         """Errors for names of tasks, metrics and engines that do not fit plain texts or likelihood."""
-        metric, default = self.options.metric, TraceOptions.metric
         if ours := [task for task in tasks if task in self.plain and task in TASKS]:
             yield (
                 f"{', '.join(ours)}: the rows are plain texts, and a metric of this name's own compares answers: give "
                 "the task another name"
             )
-        if self.plain.issuperset({*tasks} - {*TASKS}) and self.plain and metric not in (default, "likelihood"):
-            yield (
-                f"metric {metric} compares answers, and {', '.join(sorted(self.plain))} are plain texts: leave the "
-                "metric out, they are scored by likelihood"
-            )
+        if self.options.metric != TraceOptions.metric:  # recipes name the default too
+            yield from unread_metric(self.options.metric, self.plain, tasks)
         by = next(filter(None, map(self._by_likelihood, tasks)), "")
         if by and getattr(self, "_engine", decoding.generator) is not decoding.generator:
             yield (
@@ -691,6 +689,22 @@ class Trace(BaseSuite):
         prompts, own = self._rows[task, split].prompts, self.options
         end = "\n" if own.mask_prompt and not (own.chat or self._pair) else ""
         return tuple(prompt + end for prompt in prompts) if end else prompts
+
+
+def unread_metric(metric: str | None, plain: Set[str], tasks: Sequence[str]) -> list[str]:
+    """The error for a metric that is given and scores no task, since all are plain texts or have their own."""
+    if metric in (None, "likelihood") or not plain or not plain >= {*tasks} - {*TASKS}:
+        return []
+    return [
+        f"metric {metric} compares answers, and {', '.join(sorted(plain))} are plain texts: leave the metric out, they "
+        "are scored by likelihood"
+    ]
+
+
+def given_metric(suite: Any, options: Mapping[str, Any]) -> list[str]:
+    """`unread_metric` of a metric among options that are given for a suite, even if it is the default."""
+    plain = getattr(suite, "plain", None)
+    return unread_metric(options.get("metric"), plain, suite.tasks) if plain else []
 
 
 def _source(module: str) -> str:

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import runpy
+import shutil
 from pathlib import Path
 
 import pytest
@@ -337,6 +338,32 @@ def texts(inputs):
         (inputs / f"texts/law/{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (inputs / f"texts/qa/{split}.json").write_text((inputs / f"rows/C-STANCE/{split}.json").read_text())
     return inputs / "texts"
+
+
+def test_a_metric_that_is_given_for_plain_texts_alone_is_an_error_and_the_default_is_quiet(
+    inputs, texts, exits, tmp_path, capsys
+):
+    shutil.copytree(texts / "law", tmp_path / "rows/law")
+    run, cpu = tmp_path / "run", ("--suite-options", "device", "cpu")
+    words = ("train.py", "ft", "--preset", "lm", "--model", inputs / "model", "--precision", "fp32", "--out", run)
+    said = (
+        "metric rouge-l compares answers, and law are plain texts: leave the metric out, they are scored by likelihood"
+    )
+    assert said in str(exits(*words, "--data", tmp_path / "rows", "--metric", "rouge-l", *cpu))
+    assert not run.exists()
+    train = ("--data", tmp_path / "rows", "--steps", "2", "--lr", "1e-2")
+    assert exits(*words, *train, *cpu) is None
+    assert checkpoint.load_manifest(run / "base")["suite"]["metric"] == "rouge-l", "recipes name the default"
+    merged = ("merge.py", "ta", "--run", run, "--search", "--grid", "0.5", "1", "--out", run / "merged")
+    for command in merged, ("eval.py", run, "--out", tmp_path / "scores"):
+        assert said in str(exits(*command, *cpu, "metric", "rouge-l"))
+        assert exits(*command, *cpu) is None
+    capsys.readouterr()
+    note = "note: metric exact scores none of law, which are plain texts"
+    for tasks, told in ((("law",), True), (("qa",), False), (("law", "qa"), False)):
+        both = ("--data", texts, "--tasks", *tasks, "--metric", "exact", "--dry-run")
+        assert exits(*words[:-1], tmp_path / "other", *both, *cpu) is None
+        assert (note in capsys.readouterr().out) == told
 
 
 def test_experts_of_plain_texts_are_trained_merged_and_scored(inputs, texts, exits, tmp_path, capsys):

@@ -90,14 +90,14 @@ def serving():
             if path == "/api/whoami-v2":
                 right = self.headers.get("Authorization") == f"Bearer {TOKEN}"
                 self.answer(*((200, {"name": "owner", "type": "user"}) if right else (401, {"error": "no"})))
-            elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/([^/]+))?", path):
+            elif found := re.fullmatch(r"/api/(?:models|datasets)/([^/]+/[^/]+)(?:/revision/([^/]+))?", path):
                 self.information(found[1], found[2] or "main")
             elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/auth-check", path):
                 if not self.closed(found[1]):
                     self.answer(200)
-            elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/([^/]+)", path):
-                self.listing(found[1], found[2])
-            elif found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+            elif found := re.fullmatch(r"/api/(?:models|datasets)/([^/]+/[^/]+)/tree/([^/]+)((?:/.+)?)", path):
+                self.listing(*found.groups())
+            elif found := re.fullmatch(r"/(?:datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
                 self.file(*found.groups())
             else:
                 self.refuse(404, "EntryNotFound")
@@ -110,12 +110,13 @@ def serving():
                 gated = "manual" if name in hub.gated else False
                 self.answer(200, {"id": name, "sha": hub.sha(name, revision), "siblings": siblings, "gated": gated})
 
-        def listing(self, name, revision):
+        def listing(self, name, revision, folder):
             if self.repository(name):
                 files = hub.files(name, revision) or {}
                 rows = [
                     {"type": "file", "path": file, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
                     for file, data in files.items()
+                    if f"/{file}".startswith(f"{folder}/")
                 ]
                 self.answer(200, rows)
 

@@ -1,5 +1,6 @@
 """Language tasks of plain texts: windows as batches, likelihood as score, folders of both kinds, and their errors."""
 
+import importlib.util
 import json
 import math
 import re
@@ -22,10 +23,14 @@ from smat_fn.scripts.train.joint import joint_run
 from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.training import cut_notes, train_run
 from smat_fn.suites import load_suite
+from smat_fn.suites.trace import given_metric
 
 HERE = Path(__file__).parent
 EXAMPLE = runpy.run_path(str(HERE.parents[1] / "examples/trace_tiny.py"))
 PAIRS = runpy.run_path(str(HERE.parent / "models/test_seq2seq.py"))
+_spec = importlib.util.spec_from_file_location("small_hub", HERE.parent / "folders/small_hub.py")
+small_hub = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(small_hub)
 WORDS = ["the", "party", "of", "the", "first", "part", "shall", "pay", "all", "costs", "and", "fees"]
 SIZES = {"train": 11, "dev": 5, "eval": 4}
 LIMIT = 12  # tokens of a window: some texts are longer
@@ -67,7 +72,8 @@ def folders(tmp_path_factory):
 @pytest.fixture(scope="module")
 def load(folders):
     def call(seed=3, data="rows", **options):
-        given = {"model": str(folders / "model"), "data": str(folders / data), "device": "cpu"}
+        data = data if data.startswith("owner/") else str(folders / data)
+        given = {"model": str(folders / "model"), "data": data, "device": "cpu"}
         return load_suite("trace", **{"seed": seed, **given, "max_length": LIMIT, **options})
 
     return call
@@ -244,7 +250,18 @@ def test_kinds_that_do_not_fit_are_errors_with_a_way_out(load, folders, tmp_path
             ValueError, match=rf"metric {metric} compares answers, and law are plain texts: leave the me"
         ):
             load(metric=metric)
-    load(data="both", metric="exact", only=("law",))
+    note = "metric exact scores none of law, which are plain texts"
+    assert note in load(data="both", metric="exact", only=("law",)).notes
+    for options in ({"only": ("law",)}, {"only": ("law",), "metric": "likelihood"}, {"metric": "exact"}):
+        assert not [text for text in load(data="both", **options).notes if text.startswith("metric")]
+    for suite, metric, found in (
+        ("rows", "rouge-l", 1),
+        ("rows", None, 0),
+        ("rows", "likelihood", 0),
+        ("both", "f1", 0),
+    ):
+        suite = load(data=suite)
+        assert len(given_metric(suite, {"metric": metric})) == found
     write_texts(tmp_path / "seven", "FOMC")
     with pytest.raises(ValueError, match=r"^FOMC: the rows are plain texts, and .*: give the task another name$"):
         load(data=str(tmp_path / "seven"))
@@ -269,6 +286,49 @@ def test_kinds_that_do_not_fit_are_errors_with_a_way_out(load, folders, tmp_path
         ValueError, match=r"law: plain texts are for causal models, .*t5 is an encoder-decoder: give rows"
     ):
         load(model=str(tmp_path / "t5"))
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    import datasets
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    with small_hub.serving() as served:
+        for name in "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy", "HF_TOKEN":
+            monkeypatch.delenv(name, raising=False)
+        template = served.url + "/{repo_id}/resolve/{revision}/{filename}"
+        for place, values in (
+            (constants, {"ENDPOINT": served.url, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_OFFLINE": False}),
+            (constants, {"HF_HUB_CACHE": str(tmp_path / "cache"), "HF_TOKEN_PATH": str(tmp_path / "token")}),
+            (datasets.config, {"HF_ENDPOINT": served.url, "HF_HUB_OFFLINE": False}),
+            (datasets.config, {"HF_DATASETS_CACHE": tmp_path / "datasets", "HF_MODULES_CACHE": tmp_path / "modules"}),
+        ):
+            for name, value in values.items():
+                monkeypatch.setattr(place, name, value)
+        yield served
+        huggingface_hub.close_session()
+
+
+def test_plain_texts_of_the_hub_are_those_of_a_folder(hub, load, folders, suite, tmp_path):
+    head = ["---", "configs:", "- config_name: law", "  data_files:"]
+    for split in SIZES:
+        head += [f"  - split: {split}", f"    path: law/{split}.jsonl"]
+    write_texts(tmp_path / "whole", "law")
+    (tmp_path / "whole/README.md").write_text("\n".join([*head, "---", ""]))
+    hub.add("owner/texts", tmp_path / "whole")
+    found = load(data="owner/texts", tasks=("law",))
+    assert (found._rows, found.plain, found.notes) == (suite._rows, suite.plain, suite.notes)
+    assert found.content("law", "test") == suite.content("law", "test")
+    assert "/datasets/owner/texts/resolve/" in next(path for path in hub.downloaded() if path.endswith("eval.jsonl"))
+    write_texts(tmp_path / "corpus", "default", ["train"])  # as most corpora: one split, and no names of configs
+    hub.add("owner/corpus", tmp_path / "corpus/default")
+    shutil.copytree(tmp_path / "corpus", folders / "corpus")
+    found, own = (load(data=data, tasks=("default",)) for data in ("owner/corpus", "corpus"))
+    assert (found._rows, found.plain, found.made) == (own._rows, {"default"}, {"default": ("test", "dev")})
+    assert {*found._rows["default", "train"].answers} < {*texts_of("train")}
+    with pytest.raises(ValueError, match=r"config 'law' of the hub.* cannot be loaded .*: name its own by --tasks"):
+        load(data="owner/corpus", tasks=("law",))
 
 
 def test_windows_beyond_the_models_positions_are_an_error(load, monkeypatch):

@@ -39,7 +39,7 @@ from smat_fn.config import (
     preset_of,
     resolve,
 )
-from smat_fn.errors import suggestion
+from smat_fn.errors import raise_problems, suggestion
 from smat_fn.mat import build_of
 from smat_fn.progress import say
 from smat_fn.scripts import cli, outcome
@@ -132,6 +132,7 @@ def train(args: Train, world: "parallel.World") -> None:
     from smat_fn.scripts.train.resuming import Interrupted, on_signals
     from smat_fn.scripts.train.training import train_run
     from smat_fn.suites import describe_options, load_suite
+    from smat_fn.suites.trace import given_metric
 
     torch.set_num_threads(args.process.threads)
     own, tasks, seed = args.data, args.data.tasks, args.process.seed
@@ -157,6 +158,7 @@ def train(args: Train, world: "parallel.World") -> None:
         say(f"loading suite {preset.suite}{f': {sources}' if sources else ''}")
     with world.first():
         suite = load_suite(preset.suite, seed=run.seed if own.suite_seed is None else own.suite_seed, **options, **only)
+    raise_problems(given_metric(suite, options))
     if run.joint:
         suite, training, run = joint_run(suite, training, run)
     if args.process.dry_run:

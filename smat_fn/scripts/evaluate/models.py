@@ -14,6 +14,7 @@ from ...folders.inputs.adapters import is_adapter
 from ...folders.inputs.opening import local_folder
 from ...folders.inputs.reading import open_folder
 from ...suites import Suite, load_suite
+from ...suites.trace import given_metric
 from ..manifests import AGAIN, incomplete, manifest_of, with_tasks_of
 from ..merge.given import named
 from ..merge.suite import made_problems
@@ -187,6 +188,7 @@ def _loaded(
     if (kind := _but_tasks({**recipe, **options})) not in loaded:
         alike = (other for other in every if other and _but_tasks({**other, **options}) == kind)
         suite = load_suite(**{**(with_tasks_of(alike) or recipe), **options})
+        errors.raise_problems(given_metric(suite, options))
         loaded[kind] = suite, checkpoint.fingerprint(suite.base)
     suite, base = loaded[kind]
     tasks = tuple(() if "tasks" in options else recipe.get("tasks") or ())

@@ -8,6 +8,7 @@ from typing import Any
 from ... import checkpoint, errors
 from ...errors import problems_of
 from ...suites import Suite, describe_options, load_suite
+from ...suites.trace import given_metric
 from ..manifests import value_for, with_tasks_of
 from .inputs import Inputs
 from .whole_models import SuitePart, lacking_problems, of_whole_models, own_dtype, suite_part
@@ -56,10 +57,13 @@ def suite_and_part(
     suite = known or load_suite(**asked)
     errors.raise_problems(
         [
-            f"expert {task!r} has no task of suite {suite.name!r}: name it as its task, NAME=FOLDER, of "
-            f"{', '.join(suite.tasks)}"
-            for task in inputs.experts
-            if task not in suite.tasks
+            *given_metric(suite, options),
+            *(
+                f"expert {task!r} has no task of suite {suite.name!r}: name it as its task, NAME=FOLDER, of "
+                f"{', '.join(suite.tasks)}"
+                for task in inputs.experts
+                if task not in suite.tasks
+            ),
         ]
     )
     # merge.py export wrote experts of train.py as whole models
