@@ -324,6 +324,7 @@ def test_options_without_effect_are_refused(hub, call, tmp_path):
         ("ta", ("--coef", 0.3, "--suite-options", "data", "x"), "--suite-options requires --search or --calibrate"),
         ("ta", ("--coef", 0.3, "--search", "--grid", 0.1), "--grid and --widen choose a coefficient, here it is given"),
         ("wa", ("--search", "--widen"), "--grid and --widen choose a coefficient, here it is given: wa (none)"),
+        ("metagpt", ("--search", "--grid", 0.1), "metagpt (1.0); to try others of it: --search-over coef=0.5,1"),
         ("ta", ("--coef", 0.3, "--search", "--per-layer", 1), "--per-layer chooses a coefficient, here it is given"),
         ("ta", ("--search", "--grid", 0.3, "--per-layer", 1), "--grid, 0.3 is one: give two or more"),
         (

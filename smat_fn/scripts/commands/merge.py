@@ -361,7 +361,9 @@ def _check_grid(choice: Choices, configs: Sequence[MergerConfig], merger: Any) -
         without = [f"{config.name} ({getattr(config, 'coef', 'none')})" for config in configs]
         options = "--grid and --widen choose" if choice.grid or choice.widen else "--per-layer chooses"
         if all(getattr(config, "coef", 0.0) is not None for config in configs):
-            raise ValueError(f"{options} a coefficient, here it is given: {', '.join(without)}")
+            default = any(getattr(type(config), "coef", None) is not None for config in configs)  # perhaps not given
+            way = "; to try others of it: --search-over coef=0.5,1" if default and not choice.score else ""
+            raise ValueError(f"{options} a coefficient, here it is given: {', '.join(without)}{way}")
 
 
 def _check_over(args: Merge) -> None:
