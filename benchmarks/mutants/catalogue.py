@@ -106,7 +106,7 @@ MUTANTS = [
         ('if climb == "both" or (climb == "clean" and drawn is None)', 'if climb == "both" or climb == "clean"'),
         ('if climb == "both" or (climb == "clean" and drawn is None)', "if climb is not None and drawn is None"),
         (
-            "point, momentum_of(state.opt_state, point), rho=rho)",
+            "point, momentum_of(state.opt_state, point), rho=radius(rho))",
             "point, momentum_of(state.opt_state, point), rho=0.5)",
         ),
         (

@@ -54,11 +54,11 @@ class Attached:
         base: Params | Literal["host"] | None,
         where: Where | None,
         climb: Climb | None = None,
-        rho: float = 0.5,
+        rho: float | None = None,
     ) -> None:
         self.draw: Draw | None = None
         self._trainer, self._key, self._schedule, self._asked = trainer, key, schedule, where
-        self._climbs = None if climb is None else Ascent(self._optimizer, climb, rho)
+        self._climbs = None if climb is None else Ascent(self._optimizer, climb, ascent.radius(rho))
         self._plain = schedule.off and climb is None  # every step's loss is at theta
         self._host = isinstance(base, str)
         self._given = None if base is None or self._host else tree.flatten_unwrapped(base)
@@ -396,7 +396,7 @@ def attach(
     factors: Mapping[str, float] | None = None,
     antithetic: bool = False,
     climb: Climb | None = None,
-    rho: float = 0.5,
+    rho: float | None = None,
 ) -> Attached:
     r"""Train by SMAT in a ``transformers.Trainer``, which still does everything else.
 
@@ -427,7 +427,7 @@ def attach(
         alpha_min, drop_prob, sigma, period, noise, alpha_max, factors, antithetic: as of `smat_fn.Schedule`.
         climb: None; "clean": clean steps climb along the momentum of the trainer's optimizer; "both": simulated steps
             too, whose theta~ is that of theta + e.
-        rho: radius of the climb, >= 0.
+        rho: radius of the climb, >= 0; None: 0.5.
 
     Returns:
         A handle with ``detach()``.
@@ -451,8 +451,10 @@ def attach(
         problems.append(f"base is {base!r}, must be 'host', theta_0 by parameter name, or None")
     problems += checks.model_problems(trainer)
     errors.raise_problems(problems + checks.class_problems(trainer))
+    schedule = Schedule(**hyper)
+    errors.raise_problems(ascent.clean_problems(climb, period=schedule.period, off=schedule.off))
     earlier, origin = vars(trainer).get(_HANDLE), dict[str, Tensor](trained.leaves_of(trainer.model))
-    handle = Attached(trainer, key, Schedule(**hyper), base=base, where=where, climb=climb, rho=rho)
+    handle = Attached(trainer, key, schedule, base=base, where=where, climb=climb, rho=rho)
     known = dict[str, Tensor]()
     if earlier is not None and earlier._model is trainer.model and earlier._own:
         known = earlier._frozen | earlier._own

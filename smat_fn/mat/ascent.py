@@ -11,6 +11,7 @@ from ..errors import problems_of, shortened, some_of
 from .step import check_not_negative
 
 Climb = Literal["clean", "both"]
+RHO = 0.5  # radius of a climb where none is given
 _KEPT = "exp_avg", "momentum_buffer"  # names of the momentum in a parameter's state: of Adam's kind, of SGD and Muon
 _WAY = (
     "climb needs an optimizer that keeps exp_avg (Adam, AdamW, NAdam) or momentum_buffer (SGD with momentum, Muon) of "
@@ -33,11 +34,25 @@ class Ascent(NamedTuple):
 
 
 def climb_problems(climb: Any, rho: Any) -> list[str]:
-    """Errors for values of ``climb`` and ``rho``."""
-    found = check_not_negative(rho=rho)
+    """Errors for values of ``climb`` and ``rho``, and for a radius of no climb."""
+    found = [] if rho is None else check_not_negative(rho=rho)
+    if climb is None and rho is not None:
+        found.append(f"rho is {rho!r}, the radius of a climb, and there is none: give climb too, or leave rho out")
     if climb not in (None, *get_args(Climb)):
         found.append(f"climb is {climb!r}, choose clean or both, or None for no climb")
     return found
+
+
+def radius(rho: float | None) -> float:
+    """The radius of a climb, that of none given too."""
+    return RHO if rho is None else rho
+
+
+def clean_problems(climb: Any, *, period: int, off: bool) -> list[str]:
+    """The error for a climb in clean steps where every step is simulated. Args: off: no step is."""
+    if off or climb != "clean" or period > 1:
+        return []
+    return ["climb 'clean' needs clean steps, period 1 has none: take climb 'both', or a larger period"]
 
 
 def optimizer_problems(optimizer: Any, parameters: Mapping[str, Tensor]) -> list[str]:

@@ -20,7 +20,7 @@ from ..simulation.state import Number, all_off, draw_problems, factor_problems, 
 from ..types import Aux, Batch, Engine, LossFn, Method, Noise, Offload, Optimizer, Params, Where
 from ..where import by_depth, mask_problems
 from . import asam, step
-from .ascent import Climb, climb_problems
+from .ascent import Climb, clean_problems, climb_problems, radius
 from .sigma_units import SigmaOf, relative_gradient, sigma_problems
 from .simulated import EitherGradient, Result, SimulatedGradient, either_gradient, offload_problems, simulated_gradient
 from .step import Gradient, State, accumulate
@@ -188,7 +188,7 @@ def build(
     alpha_max: Number = 1.0,
     sigma_of: SigmaOf = "weights",
     climb: Climb | None = None,
-    rho: float = 0.5,
+    rho: float | None = None,
     lam: Number | None = None,
     alpha_depth: AlphaDepth | None = None,
     antithetic: bool = False,
@@ -236,7 +236,7 @@ def build(
             ``gamma sqrt(N - 1)`` times that of one update: that is the sigma to take. Costs a read of theta and theta_0
             in simulated steps. With climb "both" the update is ``theta + e - theta_0``.
         climb: None; "clean": the gradient of clean steps is that at theta + e; "both": that of simulated steps too.
-        rho: radius of the climb, >= 0.
+        rho: radius of the climb, >= 0; None: 0.5.
         lam: lambda in [0, 1], may be a 0-d tensor; replaces the schedule.
         alpha_depth: None; (low, high), alpha's factor in the first and in the last block by `smat_fn.where.by_depth`
             (low outside of blocks); a mapping from paths to factors (1 of paths left out); or a function of the path.
@@ -249,8 +249,9 @@ def build(
         Method with ``init(params) -> State`` and ``update(key, state, batch) -> (State, Info)``.
 
     Raises:
-        ValueError: lists every bad argument; in ``init`` for params that do not match base, and for an optimizer
-            without a momentum to climb along.
+        ValueError: lists every bad argument, a ``rho`` without ``climb`` too; for ``climb`` "clean" without clean
+            steps; in ``init`` for params that do not match base, and for an optimizer without a momentum to climb
+            along.
 
     Source: paper sections 4.1 to 4.3; alpha_max, sigma_of, climb, alpha_depth and antithetic are not in it.
     """
@@ -283,7 +284,7 @@ def build_from(
     where: Where | None = None,
     max_grad_norm: float | None = None,
     climb: Climb | None = None,
-    rho: float = 0.5,
+    rho: float | None = None,
     lam: Number | None = None,
     alpha_depth: AlphaDepth | None = None,
     engine: Engine = "autograd",
@@ -320,6 +321,7 @@ def build_from(
     raise_problems(found, "smat")
     assert at_simulated is not None
     made, simulated = schedule(factors=factors, **hyper), at_simulated
+    raise_problems(clean_problems(climb, period=made.period, off=made.off), "smat")
     gradient = value_and_grad(keyed(loss_fn), engine=engine)
     if lam is not None:
         made = replace(made, period=1)
@@ -342,7 +344,7 @@ def build_from(
             return update_either(key, step.as_tensors(state), batch)
         drawn, point = None if off else made.draw(key, state.step), state.params  # alpha, m, epsilon
         if climb == "both" or (climb == "clean" and drawn is None):
-            point = asam.climb(point, momentum_of(state.opt_state, point), rho=rho)
+            point = asam.climb(point, momentum_of(state.opt_state, point), rho=radius(rho))
         if drawn is None:
             if not off:
                 simulated.prepare(state.params)
@@ -452,7 +454,7 @@ class Smat:
     climb: Climb | None = None
     """Take the gradient after an ascent step along the optimizer's momentum (as msam): in clean, or in all steps."""
     rho: float | None = None
-    """Length of the ascent step of --climb."""
+    """Length of the ascent step of --climb (0.5 if not given)."""
     lam: float | None = None
     """Mixed objective instead of the period: weight of the simulated loss in every step."""
     alpha_depth: tuple[float, float] | None = None

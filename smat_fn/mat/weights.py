@@ -98,7 +98,7 @@ class SimulatedWeights:
         where: Where | None = None,
         optimizer: Any = None,
         climb: Climb | None = None,
-        rho: float = 0.5,
+        rho: float | None = None,
     ) -> "SimulatedWeights":
         """Of the trained parameters of a module, by their names in it.
 
@@ -107,19 +107,20 @@ class SimulatedWeights:
             base: theta_0 by name, which may hold more than the trained parameters; None: a copy of these as they are
                 now, so before a checkpoint of a run that is resumed is loaded.
             where: the masked set; None: `smat_fn.where.block_linear` of the module, unlike in the class and `simulate`.
-            optimizer: torch's, whose momentum is the direction of the climb; a list where several train the module.
+            optimizer: torch's, whose momentum is the direction of the climb; a list where several train the module;
+                None without a climb.
             climb: None; "clean": blocks of clean steps, ``at(None)``, hold ``theta + e``,
                 ``e = rho theta^2 (.) d / (|| |theta| (.) d || + 1e-12)`` with d the momentum, so 0 before the first
                 update; "both": theta~ too is that of theta + e.
-            rho: radius of the climb, >= 0.
+            rho: radius of the climb, >= 0; None: 0.5.
 
         Raises:
             ValueError: On construction: as the class; no trained parameter, sparse gradients, an embedding that
                 clips its rows, or a base of other names or shapes; with ``climb``, an optimizer without a momentum or
-                without a parameter. In simulated steps: parameters that were replaced, frozen or unfrozen since, a base
-                that was written to, a gradient of the draw before that was not reweighted, or gradients of other passes
-                that were not cleared before a block. In steps that climb: the same but for gradients of other passes,
-                and a momentum of another shape or device.
+                without a parameter; without, an ``optimizer`` or a ``rho``. In simulated steps: parameters that were
+                replaced, frozen or unfrozen since, a base that was written to, a gradient of the draw before that was
+                not reweighted, or gradients of other passes that were not cleared before a block. In steps that climb:
+                the same but for gradients of other passes, and a momentum of another shape or device.
 
         Source: of ``climb``: `smat_fn.mat.msam`.
         """
@@ -129,6 +130,8 @@ class SimulatedWeights:
         problems = trained.embedding_problems(module)
         problems += [] if leaves else ["the module has no parameter with requires_grad: unfreeze what is trained"]
         problems += ascent.climb_problems(climb, rho)
+        if climb is None and optimizer is not None:
+            problems.append("optimizer is for a climb, and there is none: give climb too, or leave optimizer out")
         problems += [] if problems or climb is None else ascent.optimizer_problems(optimizer, leaves)
         raise_problems(problems, "SimulatedWeights")
         if base is None:
@@ -136,7 +139,7 @@ class SimulatedWeights:
         else:  # of the whole module, perhaps
             own = {path: leaf for path, leaf in tree.flatten_unwrapped(base).items() if path in leaves}
             tree.check_same(leaves, "the module", base=own)
-        climbs = None if climb is None else Ascent(lambda: optimizer, climb, rho)
+        climbs = None if climb is None else Ascent(lambda: optimizer, climb, ascent.radius(rho))
         where = block_linear(trained.bare(module)) if where is None else where
         states = cls(leaves, own, where=where, climbs=climbs)
         states._module = module

@@ -30,7 +30,8 @@ def pure(module, **hyper):
     loss, optimizer = ModuleLoss(module, mean_loss), optim.adamw(LR, weight_decay=0.0)
     if not hyper:
         return msam.build(loss, optimizer, copies(module), rho=RHO)
-    return smat.build(loss, optimizer, copies(module), where=block_linear(module), rho=RHO, **hyper)
+    rho = RHO if hyper.get("climb") else None
+    return smat.build(loss, optimizer, copies(module), where=block_linear(module), rho=rho, **hyper)
 
 
 def by_method(module, method, micro=1):
@@ -49,7 +50,7 @@ def train(tmp_path, *, climb, base=None, rho=RHO, hyper=STRENGTHS, resume=None, 
     """(trainer, the weights before and after every step) of a training that climbs."""
     weights = Weights()
     trainer = own_trainer(tiny_llama(), tmp_path, callbacks=[weights], **ADAMW | options)
-    attach(trainer, key=KEY, base=base, climb=climb, rho=rho, **hyper)
+    attach(trainer, key=KEY, base=base, climb=climb, rho=None if climb is None else rho, **hyper)
     trainer.train(resume_from_checkpoint=resume)
     return trainer, weights
 
@@ -111,12 +112,12 @@ def test_a_run_that_resumes_is_the_run_that_was_not_interrupted(climb, tmp_path)
 
 def test_records_written_before_there_was_a_climb_are_those_of_runs_without_one(tmp_path):
     records = []
-    for climb, rho in ((None, 0.5), (None, 7.0), ("both", 0.5)):
-        trainer, _ = train(tmp_path, climb=climb, rho=rho, max_steps=1)
+    for climb in None, "both":
+        trainer, _ = train(tmp_path, climb=climb, rho=None, max_steps=1)
         records.append(json.loads(json.dumps(trainer.state.stateful_callbacks["smat_fn"])))
     old = {name: value for name, value in records[0].items() if name not in ("climb", "rho")}
-    assert checks.resume_problems(old, records[0]) == checks.resume_problems(records[0], records[1]) == []
-    assert checks.resume_problems(old, records[2])[:2] == [
+    assert checks.resume_problems(old, records[0]) == []
+    assert checks.resume_problems(old, records[1])[:2] == [
         "climb was None when the checkpoint was saved, is both",
         "rho was None when the checkpoint was saved, is 0.5",
     ]
@@ -222,6 +223,17 @@ def test_an_optimizer_that_is_given_is_checked_at_attach_and_its_states_after_it
 def test_other_values_of_climb_and_rho_are_told(climb, rho, said, tmp_path):
     with pytest.raises(ValueError, match=said):
         attach(own_trainer(tiny_llama(), tmp_path, **ADAMW), key=KEY, climb=climb, rho=rho, **STRENGTHS)
+
+
+def test_a_radius_without_a_climb_and_a_climb_in_clean_steps_that_never_come_are_told(tmp_path):
+    trainer = own_trainer(tiny_llama(), tmp_path, **ADAMW)
+    with pytest.raises(
+        ValueError, match=r"rho is 0\.5, the radius of a climb, and there is none: give climb too, or leave"
+    ):
+        attach(trainer, key=KEY, rho=0.5, **STRENGTHS)
+    with pytest.raises(ValueError, match="climb 'clean' needs clean steps, period 1 has none: take climb 'both', or a"):
+        attach(trainer, key=KEY, climb="clean", **STRENGTHS | {"period": 1})
+    attach(trainer, key=KEY, climb="clean", **OFF | {"period": 1}).detach()
 
 
 def test_the_line_at_the_start_says_which_steps_climb_and_logs_count_simulated_ones_alone(tmp_path, caplog):

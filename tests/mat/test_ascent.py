@@ -57,7 +57,8 @@ OPTIMIZERS = {
 def loop(module, *, climb, rho=RHO, make=adamw, hyper=HYPER, steps=7, engine=None, micro=1, optimizer=None):
     """The loop of docs/own_loop.md; returns what the parameters are after each step."""
     optimizer = make(module) if optimizer is None else optimizer
-    states = SimulatedWeights.of(module if engine is None else engine, optimizer=optimizer, climb=climb, rho=rho)
+    climbs = {} if climb is None else {"optimizer": optimizer, "climb": climb, "rho": rho}
+    states = SimulatedWeights.of(module if engine is None else engine, **climbs)
     schedule, seen = Schedule(**hyper), []
     for step in range(steps):
         drawn = schedule.draw(KEY, step)
@@ -355,6 +356,20 @@ def on(kind, **options):
 def test_optimizers_without_a_momentum_are_told_before_the_first_step(make, said):
     with pytest.raises(ValueError, match=said):
         climbing(make)
+
+
+def test_an_optimizer_and_a_radius_without_a_climb_are_told():
+    module = net()
+    for options, said in (
+        ({"rho": 0.5}, "rho is 0.5, the radius of a climb, and there is none: give climb too, or leave rho out"),
+        (
+            {"optimizer": adamw(module)},
+            "optimizer is for a climb, and there is none: give climb too, or leave optimizer",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"^SimulatedWeights: {said}"):
+            SimulatedWeights.of(module, **options)
+    assert SimulatedWeights.of(module, optimizer=adamw(module), climb="clean")._climbs.rho == 0.5
 
 
 @pytest.mark.parametrize(("climb", "rho", "said"), [("all", 0.5, "climb is 'all', choose"), ("clean", -1, "rho is -1")])

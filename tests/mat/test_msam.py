@@ -111,11 +111,16 @@ def test_smat_with_everything_off_is_msam(climb):
     testing.assert_trees_equal(ours.params, theirs.params)
 
 
-def test_without_a_climb_rho_plays_no_part_and_clean_differs_from_both():
+def test_clean_differs_from_both_and_a_radius_or_clean_steps_that_play_no_part_are_errors():
     def end(**climb):
         return run(smat.build(loss, optim.adam(0.01), BASE, period=2, **HYPER, **climb), batches(4))[0].params
 
-    testing.assert_trees_equal(end(), end(rho=3.0))
+    testing.assert_trees_equal(end(climb="clean"), end(climb="clean", rho=0.5))
+    with pytest.raises(ValueError, match=r"smat: rho is 3\.0, the radius of a climb, and there is none: give"):
+        end(rho=3.0)
+    with pytest.raises(ValueError, match="smat: climb 'clean' needs clean steps, period 1 has none: take climb 'both'"):
+        smat.build(loss, optim.adam(0.01), BASE, climb="clean", period=1, **HYPER)
+    smat.build(loss, optim.adam(0.01), BASE, climb="clean", period=1, alpha_min=1.0, drop_prob=0.0, sigma=0.0)
     ends = [end(), end(climb="clean"), end(climb="both"), end(climb="clean", rho=0.1)]
     assert len({tuple(leaf["head"].tolist()) for leaf in ends}) == 4
     testing.assert_trees_equal(end(climb="both"), end(climb="both", offload="cpu"))
