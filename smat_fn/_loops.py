@@ -23,6 +23,7 @@ MAGMAX, SCE, RAM, CONSENSUS, TALL_MASK, EMR, NEARSWAP = range(7)  # of `combined
 _WORD, _HALF = uint64(0xFFFFFFFF), uint64(32)
 _MULTIPLIERS = uint64(0xD2511F53), uint64(0xCD9E8D57)
 _WEYL = uint64(0x9E3779B9), uint64(0xBB67AE85)
+_PER_LOG_2, _LEAST = 1.4426950408889634, float32(2**-126)
 
 
 def jit(function: Callable[..., Any], **more: bool) -> Any:
@@ -1146,11 +1147,11 @@ def _elected(total, n, sign):  # type: ignore[no-untyped-def]
 
 
 @jit
-def combined(sources, size, kind, numbers, coef, target):  # type: ignore[no-untyped-def]
+def combined(sources, size, weights, kind, numbers, coef, target):  # type: ignore[no-untyped-def]
     """Merges tiles of all task vectors by the arithmetic of one merger.
 
-    Args: kind: one of the constants above; numbers: float32, what the merger's function takes, then one number for
-        each expert; others and returns: as `banded`'s.
+    Args: weights: float32 (experts,), of task vectors; kind: one of the constants above; numbers: float32, what the
+        merger's function takes, then one number for each expert; others and returns: as `banded`'s.
     """
     count = len(sources) - 1
     rows, origin, merged = np.empty((count, TILE), np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
@@ -1163,6 +1164,7 @@ def combined(sources, size, kind, numbers, coef, target):  # type: ignore[no-unt
         _load(sources, 0, first, n, origin)
         for i in range(count):
             largest = max(largest, _delta(sources, i + 1, first, n, origin, rows[i]))
+            _times(rows[i], n, weights[i])
         if kind == MAGMAX:
             _farthest(rows, n, merged, first_room)
         elif kind == SCE:
@@ -1294,67 +1296,240 @@ def _clamped(row, n, most, out):  # type: ignore[no-untyped-def]
         out[j] = value if value < most else most
 
 
+@inlined
+def _near_exp(delta, low, high, inverse, less, factor):  # type: ignore[no-untyped-def]
+    """The exponential in PCB, off by less than 2^-11 of it. Args: inverse: 1 / (high - low); factor: N / log 2."""
+    value = abs(delta)
+    value = low if value < low else value
+    value = high if value > high else value
+    value = (value - low) * inverse
+    scaled = (value * value - less) * factor
+    scaled = scaled if scaled > float32(-126) else float32(-126)
+    whole = scaled + float32(12582912)  # 1.5 * 2^23: its last bits are the nearest integer
+    part = scaled - (whole - float32(12582912))
+    power = uint32(uint32(float32(whole).view(np.uint32) << uint32(23)) + uint32(0x3F800000)).view(np.float32)
+    series = float32(0.24022651) + part * (float32(0.05550411) + part * float32(0.009618129))
+    return power * (float32(1) + part * (float32(0.6931472) + part * series))
+
+
+@inlined
+def _is_near(low, high, count):  # type: ignore[no-untyped-def]
+    """Whether float32 is enough for `_near_exp`."""
+    exact = float64(float32(low)) == low and float64(float32(high)) == high and count <= 1000
+    return exact and (high <= low or 2.0**-100 <= high - low <= 2.0**100)
+
+
+@inlined
+def _beta_between(row, total, n, low, high, less, count, least, most):  # type: ignore[no-untyped-def]
+    """Two numbers for each of n coordinates, between which PCB's β lies, rounded to float32 or not.
+
+    Args: row, total: of finite numbers; low, high, less, count: as of `_exponent`; least, most: are written to.
+    """
+    inverse = float32(1.0 / (high - low)) if high > low else float32(0)
+    start, stop, minus, factor = float32(low), float32(high), float32(less), float32(count * _PER_LOG_2)
+    for j in range(n):
+        delta, others = row[j], total[j]
+        power = _near_exp(delta, start, stop, inverse, minus, factor)
+        size = abs(delta * others)
+        size = size if size < float32(1) else float32(1)
+        # x - x^3 / 3 <= tanh(x) <= min(x, 1); _LEAST is more than is lost to rounding next to 0
+        upper = power * (size * float32(1 + 2**-10) + _LEAST) + _LEAST
+        lower = power * ((size - _LEAST) * (float32(1 - 2**-10) - size * size * float32(0.34))) - _LEAST
+        lower = lower if lower > float32(0) else float32(0)
+        zero, agrees = (delta == float32(0)) | (others == float32(0)), (delta > float32(0)) == (others > float32(0))
+        most[j] = float32(0) if zero else upper if agrees else -lower
+        least[j] = float32(0) if zero else lower if agrees else -upper
+
+
+@inlined
+def _exponent(delta, low, high, width, less, count):  # type: ignore[no-untyped-def]
+    """The argument of the exponential in PCB. Args: width: high - low, or infinity; less: a number to subtract."""
+    value = abs(delta)
+    value = low if value < low else value
+    value = high if value > high else value
+    value = (value - low) / width
+    return (value * value - less) * count
+
+
 @jit
-def balance(sources, bounds, less, exponents, products):  # type: ignore[no-untyped-def]
-    """The arguments of the exponential and of the hyperbolic tangent in PCB.
+def betas_among(sources, bounds, less, limits, edges, exponents, products, written, counts):  # type: ignore[no-untyped-def]
+    """Counts PCB's β beside two numbers, where `_beta_between` decides; others are left to torch's exponential.
 
     Args: sources: of task vectors; bounds: float64 (experts, 4), low and high first; less: a number to subtract;
-        exponents, products: float64 (experts, size), are written to.
-    Returns: the largest magnitude of a task vector, as bits.
+        limits: uint32 (experts, n, 2), as `among`'s, of each expert; edges: the same numbers as float32; exponents,
+        products: float64 (experts, size), the arguments of the exponential and of the hyperbolic tangent where these
+        are left; written: int64 (experts,), how many; counts: int64 (experts, n, 4), as `among`'s, of the others.
+    Returns: the largest magnitude of a task vector, as bits; if it is not finite, nothing else is right.
     """
     count, size = exponents.shape
-    row, total, first, largest = np.empty(TILE, np.float32), np.empty(TILE, np.float64), uint64(0), uint32(0)
+    rows, total, near = np.empty((count, TILE), np.float32), np.empty(TILE, np.float64), np.empty(TILE, np.float32)
+    least, most, flags = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.zeros(TILE, np.uint8)
+    words, largest, first = flags.view(np.uint64), uint32(0), uint64(0)
     while first < uint64(size):
         n = min(uint64(TILE), uint64(size) - first)
         for i in range(count):
-            low, high, own, products_of = bounds[i, 0], bounds[i, 1], exponents[i, first:], products[i, first:]
-            width = high - low if high > low else np.inf
-            _load(sources, i, first, n, row)
-            for j in range(n):
-                delta = float64(row[j])
-                largest = max(largest, _size(row[j]))
-                products_of[j] = delta
-                total[j] = total[j] + delta if i else delta
-                value = abs(delta)
-                value = low if value < low else value
-                value = high if value > high else value
-                value = (value - low) / width
-                own[j] = (value * value - less) * count
+            _load(sources, i, first, n, rows[i])
+            largest = max(largest, _added(rows[i], n, i, total))
+        for j in range(n):
+            near[j] = total[j]
         for i in range(count):
-            products_of = products[i, first:]
-            for j in range(n):
-                products_of[j] *= total[j]
+            row, low, high = rows[i], bounds[i, 0], bounds[i, 1]
+            width = high - low if high > low else np.inf
+            if _is_near(low, high, count):
+                _beta_between(row, near, n, low, high, less, count, least, most)
+            else:
+                least[:], most[:] = -np.inf, np.inf
+            for j in range(TILE):
+                flags[j] = 0
+            for k in range(limits.shape[1]):
+                below, start, stop = uint32(0), edges[i, k, 0], edges[i, k, 1]
+                for j in range(n):
+                    under = most[j] < start
+                    below = uint32(below + uint32(under))
+                    flags[j] |= np.uint8(not (under | (least[j] > stop)))
+                counts[i, k, 0] += int64(below)
+            for word in range((n + uint64(7)) // uint64(8)):
+                if words[word]:
+                    for j in range(uint64(8) * word, uint64(8) * word + uint64(8)):
+                        if flags[j]:
+                            for k in range(limits.shape[1]):
+                                counts[i, k, 0] -= int64(most[j] < edges[i, k, 0])
+                            delta, at = float64(row[j]), written[i]
+                            product = delta * total[j]
+                            if not (product == 0.0 and _zero_among(product, limits[i], counts[i])):
+                                exponents[i, at] = _exponent(delta, low, high, width, less, count)
+                                products[i, at] = product
+                                written[i] = at + 1
+        first += n
+    return largest
+
+
+@inlined
+def _zero_among(zero, limits, counts):  # type: ignore[no-untyped-def]
+    """Counts a zero of its sign beside all pairs of limits; False, and nothing is counted, if it is between two."""
+    negative = float64(zero).view(np.uint64) >> uint64(63)
+    key, inside = uint32(0x7FFFFFFF) if negative else uint32(0x80000000), False
+    for k in range(len(limits)):
+        inside |= limits[k, 0] < key < limits[k, 1]
+    for k in range(0 if inside else len(limits)):
+        counts[k, 0] += int64(key < limits[k, 0])
+        counts[k, 1] += int64(key == limits[k, 0])
+        counts[k, 3] += int64(key == limits[k, 1])
+    return not inside
+
+
+@inlined
+def _added(row, n, i, total):  # type: ignore[no-untyped-def]
+    """Adds the i-th of several rows to the total. Returns: its largest magnitude, as bits."""
+    largest = uint32(0)
+    for j in range(n):
+        value = float64(row[j])
+        total[j] = total[j] + value if i else value
+        largest = max(largest, _size(row[j]))
+    return largest
+
+
+@inlined
+def _times(row, n, weight):  # type: ignore[no-untyped-def]
+    if weight != float32(1):
+        for j in range(n):
+            row[j] *= weight
+
+
+@jit
+def competing(sources, weights, begin, end, bounds, less, exponents, products, places, written):  # type: ignore[no-untyped-def]
+    """The arguments of the exponential and of the hyperbolic tangent in PCB where β may be above its floor.
+
+    Args: sources: as `banded`'s; weights: float32 (experts,), of task vectors; begin, end: coordinates of the window;
+        bounds: float64 (experts, 4), low, high and floor first; exponents, products: float64 (experts, n); places:
+        int32 (experts, n + 1), of these coordinates from begin on; written: int64 (experts,), how many.
+    Returns: the largest magnitude of a weighted task vector, as bits.
+    """
+    count, factor = len(sources) - 1, float32((len(sources) - 1) * _PER_LOG_2)
+    rows, origin, near = np.empty((count, TILE), np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    total, flags, largest, first = np.empty(TILE, np.float64), np.empty(TILE, np.uint8), uint32(0), uint64(begin)
+    while first < uint64(end):
+        n, tile, place = min(uint64(TILE), uint64(end) - first), uint32(0), int64(first) - int64(begin)
+        _load(sources, 0, first, n, origin)
+        for i in range(count):
+            _delta(sources, i + 1, first, n, origin, rows[i])
+            _times(rows[i], n, weights[i])
+            tile = max(tile, _added(rows[i], n, i, total))
+        for j in range(n):
+            near[j] = total[j]
+        largest = max(largest, tile)
+        for i in range(count):
+            row, low, high, floor = rows[i], bounds[i, 0], bounds[i, 1], bounds[i, 2]
+            width, least = high - low if high > low else np.inf, float32(floor)
+            own, others, found, start = exponents[i], products[i], places[i], written[i]
+            stop = start
+            if floor >= 0 and tile < uint32(0x7F800000) and _is_near(low, high, count):
+                begins, ends, minus, inverse = float32(low), float32(high), float32(less), float32(1.0 / width)
+                for j in range(n):
+                    delta, sum_of = row[j], near[j]
+                    power = _near_exp(delta, begins, ends, inverse, minus, factor)
+                    size = abs(delta * sum_of)
+                    size = size if size < float32(1) else float32(1)
+                    upper = power * (size * float32(1 + 2**-10) + _LEAST) + _LEAST
+                    agrees = ((delta > 0) & (sum_of > 0)) | ((delta < 0) & (sum_of < 0))
+                    flags[j] = np.uint8(agrees & (upper > least))
+                for j in range(n):
+                    found[stop] = int32(place + int64(j))
+                    stop += int64(flags[j])
+            else:
+                for j in range(n):
+                    found[stop] = int32(place + int64(j))
+                    stop += 1
+            for k in range(start, stop):
+                at = int64(found[k]) - place
+                delta = float64(row[at])
+                own[k] = _exponent(delta, low, high, width, less, count)
+                others[k] = delta * total[at]
+            written[i] = stop
         first += n
     return largest
 
 
 @jit
-def balanced(sources, bounds, exponentials, tangents, out):  # type: ignore[no-untyped-def]
-    """PCB's mean of task vectors by what stands out in each. Args: as `balance`'s; out: float32 (size,)."""
-    count, size = exponentials.shape
-    row, first = np.empty(TILE, np.float32), uint64(0)
-    merged, total = np.empty(TILE, np.float64), np.empty(TILE, np.float64)
-    while first < uint64(size):
-        n = min(uint64(TILE), uint64(size) - first)
+def balanced(sources, weights, begin, end, bounds, exponentials, tangents, places, written, coef, target):  # type: ignore[no-untyped-def]
+    """PCB's mean of task vectors by what stands out in each. Args: as `competing`'s and `banded`'s.
+
+    Returns: squared norms of rounding error and change, the largest magnitude of the result.
+    """
+    count, done = len(sources) - 1, np.zeros(len(sources), np.int64)
+    row, origin, out = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    merged, total, scales = np.empty(TILE, np.float64), np.empty(TILE, np.float64), np.empty(TILE, np.float64)
+    change, error, sums = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.zeros((2, 64))
+    largest, first = uint32(0), uint64(begin)
+    while first < uint64(end):
+        n, place = min(uint64(TILE), uint64(end) - first), int64(first) - int64(begin)
+        _load(sources, 0, first, n, origin)
         for i in range(count):
             low, high, floor, top = bounds[i, 0], bounds[i, 1], bounds[i, 2], bounds[i, 3]
-            own, other, width = exponentials[i, first:], tangents[i, first:], top - floor if top > floor else np.inf
-            _load(sources, i, first, n, row)
+            own, width, k, stop = places[i], top - floor if top > floor else np.inf, done[i], written[i]
+            _delta(sources, i + 1, first, n, origin, row)
+            _times(row, n, weights[i])
+            for j in range(n):
+                scales[j] = 0.0
+            while k < stop and int64(own[k]) < place + int64(n):
+                scale = (float64(float32(exponentials[i, k] * tangents[i, k])) - floor) / width
+                scales[int64(own[k]) - place] = 0.0 if scale <= 0 else scale
+                k += 1
+            done[i] = k
             for j in range(n):
                 delta = float64(row[j])
                 value = abs(delta)
                 value = low if value < low else value
                 value = high if value > high else value
-                scale = (float64(float32(own[j] * other[j])) - floor) / width
-                scale = 0.0 if scale < 0 else scale
-                value = value * (float64(delta > 0) - float64(delta < 0)) * scale
+                value = value * (float64(delta > 0) - float64(delta < 0)) * scales[j]
                 merged[j] = merged[j] + value if i else value
-                total[j] = total[j] + scale if i else scale
-        rest = out[first:]
+                total[j] = total[j] + scales[j] if i else scales[j]
         for j in range(n):
             divisor = 1e-12 if total[j] < 1e-12 else total[j]
-            rest[j] = merged[j] / divisor
+            out[j] = merged[j] / divisor
+        largest = max(largest, _finish(out, n, origin, coef, target, first, change, error, sums))
         first += n
+    return sums[0].sum(), sums[1].sum(), largest
 
 
 @jit

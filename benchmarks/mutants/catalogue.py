@@ -468,11 +468,23 @@ MUTANTS = [
     *_of(
         "_loops.py:among", ("place % uint64(length)", "first % uint64(length)"), ("word >= uint32(0x80000000)", "False")
     ),
-    *_of("_loops.py:balance", ("total[j] + delta if i", "delta if i"), ("value * value - less", "value * value")),
+    *_of("_loops.py:_added", ("total[j] + value if i", "value if i")),
+    *_of("_loops.py:_exponent", ("value * value - less", "value * value")),
+    *_of(
+        "_loops.py:_beta_between",
+        ("float32(1 + 2**-10)", "float32(1 - 2**-6)"),
+        ("- size * size * float32(0.34)", ""),
+        ("lower if agrees else -upper", "lower"),
+    ),
+    *_of("_loops.py:betas_among", ("counts[i, k, 0] -= int64(most[j] < edges[i, k, 0])", "pass")),
+    *_of("_loops.py:_is_near", ("return exact and", "return")),
+    *_of("_loops.py:_zero_among", ("limits[k, 0] < key < limits[k, 1]", "False")),
+    *_of("_loops.py:_times", ("row[j] *= weight", "pass")),
+    *_of("_loops.py:competing", ("if floor >= 0 and", "if")),
     *_of(
         "_loops.py:balanced",
-        ("scale = 0.0 if scale < 0 else scale", "pass"),
-        ("float64(float32(own[j] * other[j]))", "own[j] * other[j]"),
+        ("0.0 if scale <= 0 else scale", "scale"),
+        ("float64(float32(exponentials[i, k] * tangents[i, k]))", "exponentials[i, k] * tangents[i, k]"),
     ),
     *_of(
         "_loops.py:fused",
@@ -629,7 +641,7 @@ MUTANTS = [
         ("times(deltas, weights) for deltas", "deltas for deltas"),
         ("deltas=times(piece.deltas, self.weights(piece.path))", "deltas=piece.deltas"),
         ("deltas=times(piece.deltas, weights)", "deltas=piece.deltas"),
-        ("or self.weights(path) is not None", ""),
+        ("window._replace(weights=weights)", "window"),
     ),
     *_of(
         "merge/parts/per_expert.py:combined",
@@ -740,7 +752,7 @@ MUTANTS = [
         ("inside.mul_(len(deltas))", "inside"),
         ("delta * total", "total"),
         ("if len(deltas) > _EXPERTS:", "if False:"),
-        ("1.0 if len(deltas) > _EXPERTS else 0.0", "0.0"),
+        ("1.0 if count > _EXPERTS else 0.0", "0.0"),
         ("int(size * (1 - clip) - 1)", "int(size * (1 - clip))"),
     ),
     *_of(

@@ -11,9 +11,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from ..execution import array, loops_for, started
 from ..types import Params
-from .parts import arithmetic
+from .parts import arithmetic, looped
 from .parts.arithmetic import add, divided, largest
 from .parts.chunks import Piece
 from .parts.inputs import Experts
@@ -21,7 +20,7 @@ from .parts.looped import INFINITE, sources
 from .parts.merger import UNKNOWN, WIDE, Mapped, Rule, merged, vector_function
 from .parts.per_expert import Numbers, Weighted
 from .parts.ranks import BINS
-from .parts.sampled import Counter, ordered, step_of
+from .parts.sampled import Counter, Found, among, numbers_of, ordered, step_of
 
 _EXPERTS = 88  # the largest N whose exp(N) is below infinity in float32
 CACHED = 1 << 16  # coordinates over all experts
@@ -73,6 +72,43 @@ def pcb(
     return merged(Pcb, **locals())
 
 
+class Betas(NamedTuple):
+    """β of every expert in a block, rounded to the dtype of the leaf: floor and top are among those."""
+
+    deltas: Sequence[Tensor]
+    bounds: Sequence[Bounds]
+    dtype: torch.dtype  # of `numbers`
+
+    def numbers(self) -> Tensor:
+        """(experts, n)."""
+        out = torch.empty(len(self.deltas), len(self.deltas[0]), dtype=self.dtype, device=self.deltas[0].device)
+        for part, rows in zip(_cached(self.deltas), out.split(_step(self.deltas), 1), strict=True):
+            for row, (*_, beta) in zip(rows, _balance(part, self.bounds), strict=True):
+                row.copy_(beta)
+        return out
+
+    def among(self, loops: ModuleType, limits: Any) -> Found:
+        """As of `sampled.Formed`: exponentials of those numbers alone whose place is in doubt."""
+        count, edges, given = len(self.deltas), numbers_of(limits), numpy.array(self.bounds)
+        for place, beyond in enumerate((-math.inf, math.inf)):  # keys of no number
+            edges[..., place][numpy.isnan(edges[..., place])] = beyond
+        shape, written = (count, len(self.deltas[0])), numpy.zeros(count, numpy.int64)
+        exponents, products = (torch.empty(shape, dtype=torch.float64, device="cpu") for _ in range(2))
+        counts, hits = numpy.zeros((*limits.shape[:2], 4), numpy.int64), list[Any]()
+        where = sources(self.deltas), given, _less(count), limits, edges
+        if not (
+            numpy.isfinite(given).all()
+            and loops.betas_among(*where, exponents.numpy(), products.numpy(), written, counts) < INFINITE
+        ):
+            return among(loops, self.numbers(), limits)
+        for i, some in enumerate(written.tolist()):
+            betas = exponents[i, :some].exp_().mul_(products[i, :some].tanh_()).to(torch.float32)
+            own, found = among(loops, betas[None], limits[i : i + 1])
+            counts[i] += own[0]
+            hits += found
+        return counts, hits
+
+
 def fuse(piece: Piece, bounds: Sequence[Bounds]) -> Tensor:
     """The merged vector of a chunk. Args: bounds: of every expert."""
     return torch.cat([_fused(deltas, bounds) for deltas in _cached(piece.deltas)])
@@ -86,64 +122,37 @@ def bounds_of(leaves: Mapped, ratio: float, clip: float) -> list[Bounds]:
     some = list(leaves.each_block(lambda block: [delta[::step].clone() for delta in block.deltas], leaves.coefs))
     wide = max((deltas[0].dtype for deltas in some), key=lambda dtype: dtype.itemsize)
 
-    def ends(write: Callable[[Sequence[Tensor], Tensor], object], *places: int) -> list[list[float]]:
-        def rows(deltas: Sequence[Tensor]) -> Tensor:
-            out = torch.empty(len(deltas), len(deltas[0]), dtype=wide, device=deltas[0].device)
-            write(deltas, out)
-            return out
-
+    def ends(numbers: Callable[[Sequence[Tensor]], Tensor | Betas], *places: int) -> list[list[float]]:
         def over(count: Counter) -> Iterator[Any]:
-            return leaves.each_block(lambda block: count(rows(block.deltas)), leaves.coefs)
+            return leaves.each_block(lambda block: count(numbers(block.deltas)), leaves.coefs)
 
-        return torch.cat(ordered(over, places, size, torch.cat(list(map(rows, some)), 1)), 1).tolist()
+        drawn = [found if isinstance(found, Tensor) else found.numbers() for found in map(numbers, some)]
+        return torch.cat(ordered(over, places, size, torch.cat(drawn, 1)), 1).tolist()
 
     first = int(size * clip)
-    found = [Bounds(*pair) for pair in ends(_sizes, first, max(first, int(size * (1 - clip) - 1)))]
-    ends_of_beta = ends(partial(_betas, bounds=found), min(int(size * (1 - ratio)), size - 1), size - 1)
+    sizes = partial(_sizes, dtype=wide)
+    found = [Bounds(*pair) for pair in ends(sizes, first, max(first, int(size * (1 - clip) - 1)))]
+    betas = partial(Betas, bounds=found, dtype=wide)
+    ends_of_beta = ends(betas, min(int(size * (1 - ratio)), size - 1), size - 1)
     return [own._replace(floor=floor, top=top) for own, (floor, top) in zip(found, ends_of_beta, strict=True)]
 
 
 def _fused(deltas: Sequence[Tensor], bounds: Sequence[Bounds]) -> Tensor:
-    if (parts := _by_loops(deltas, bounds)) is not None:
-        out = torch.empty_like(deltas[0])
-        loops, exponentials, tangents = parts
-        loops.balanced(sources(deltas), numpy.array(bounds), exponentials.numpy(), tangents.numpy(), array(out))
-        return out
     merged = total = torch.zeros((), dtype=torch.float64, device=deltas[0].device)
     for i, (own, (delta, size, beta)) in enumerate(zip(bounds, _balance(deltas, bounds), strict=True)):
-        scale = _share(beta.double(), own.floor, own.top).clamp_(min=0)
+        scale = _share(beta.double(), own.floor, own.top).clamp_(min=0).abs_()  # no −0
         change = size.mul_(delta.sign_()).mul_(scale)
         merged, total = (merged.add_(change), total.add_(scale)) if i else (change, scale)
     return merged.div_(total.clamp_(min=1e-12)).to(deltas[0].dtype)
 
 
-def _sizes(deltas: Sequence[Tensor], out: Tensor) -> None:
-    for row, delta in zip(out, deltas, strict=True):
-        row.copy_(delta).abs_()
+def _sizes(deltas: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.stack([delta.to(dtype) for delta in deltas]).abs_()
 
 
-def _betas(deltas: Sequence[Tensor], out: Tensor, bounds: Sequence[Bounds]) -> None:
-    """β of every expert, rounded to the dtype of the leaf, as in `_fused`: floor and top are among those."""
-    for part, rows in zip(_cached(deltas), out.split(_step(deltas), 1), strict=True):
-        if (parts := _by_loops(part, bounds)) is not None:
-            _, exponentials, tangents = parts
-            rows.copy_(exponentials.mul_(tangents).to(torch.float32))
-        else:
-            for row, (*_, beta) in zip(rows, _balance(part, bounds), strict=True):
-                row.copy_(beta)
-
-
-def _by_loops(deltas: Sequence[Tensor], bounds: Sequence[Bounds]) -> tuple[ModuleType, Tensor, Tensor] | None:
-    """The loops, and the factors of β in float64 (experts, n); None where torch merges, as what is not finite."""
-    loops = loops_for(*deltas) if started() and deltas[0].dtype == torch.float32 else None
-    given = numpy.array(bounds)
-    if loops is None or not numpy.isfinite(given).all():
-        return None
-    shape = len(deltas), len(deltas[0])
-    exponents, products = (torch.empty(shape, dtype=torch.float64, device="cpu") for _ in range(2))
-    less = 1.0 if len(deltas) > _EXPERTS else 0.0
-    largest = loops.balance(sources(deltas), given, less, exponents.numpy(), products.numpy())
-    return (loops, exponents.exp_(), products.tanh_()) if largest < INFINITE else None
+def _less(count: int) -> float:
+    """A number that the squares in all exponents are less by: β exp(-N), since a factor of all β is not in s."""
+    return 1.0 if count > _EXPERTS else 0.0
 
 
 def _balance(deltas: Sequence[Tensor], bounds: Sequence[Bounds]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -195,7 +204,9 @@ class Pcb(Weighted):
 
     def plain(self, leaves: Mapped) -> Rule:
         found = bounds_of(leaves, self.ratio, self.clip)
-        return Rule(lambda _: lambda piece: fuse(piece, found))
+        given = numpy.array(found)
+        loop = partial(looped.balanced, bounds=given, less=_less(len(found))) if numpy.isfinite(given).all() else None
+        return Rule(lambda _: lambda piece: fuse(piece, found), loop=lambda _: loop)
 
     def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
         return 64 * experts * min(largest(leaves), arithmetic.BLOCK) + 64 * experts * BINS

@@ -127,7 +127,8 @@ LOOPS = (
     "norms_of_task",
     "absolute_sums",
     "among",
-    "balance",
+    "betas_among",
+    "competing",
     "balanced",
     "fused",
 )
@@ -141,7 +142,7 @@ USED = {
     **{name: {"combined", "counted"} for name in ("ram plus", "ram plus by tensor")},
     "emr": {"combined", "norms_of_task"},
     **{name: {"combined"} for name in ("magmax", "ram", "consensus", "tall_mask", "nearswap")},
-    **{name: {"vectors", "among", "balance", "balanced"} for name in ("pcb", "pcb of all")},
+    **{name: {"vectors", "among", "betas_among", "competing", "balanced"} for name in ("pcb", "pcb of all")},
     "arcee_fusion": {"among", "fused"},
     "dare": {"masked"},
     "dare_ties": {"masked"},

@@ -7,6 +7,7 @@ import time
 import weakref
 from itertools import islice, pairwise
 
+import numpy
 import pytest
 import torch
 
@@ -51,11 +52,11 @@ CONFIGS = {  # and the loops that they take
     "tall_mask": (of.TallMask(ratio=0.6, task="y", coef=0.7), "combined"),
     "magmax": (of.MagMax(coef=0.4), "combined"),
     "nearswap": (of.NearSwap(t=0.3, coef=0.7), "combined"),
-    "pcb": (of.Pcb(coef=0.7, ratio=0.4, clip=0.1), "among balance balanced"),
+    "pcb": (of.Pcb(coef=0.7, ratio=0.4, clip=0.1), "among betas_among competing balanced"),
     "sce by expert": (of.Sce(coef=0.7, weights=OF_A_LEAF), "combined gram"),
     "consensus by expert": (of.Consensus(coef=0.7, ratio=0.9, weights=OF_A_LEAF), "combined"),
     "magmax by expert": (of.MagMax(coef=0.4, weights=OF_A_LEAF), "combined"),
-    "pcb by expert": (of.Pcb(coef=0.7, ratio=0.4, clip=0.1, weights=OF_A_LEAF), "among balance balanced"),
+    "pcb by expert": (of.Pcb(coef=0.7, ratio=0.4, clip=0.1, weights=OF_A_LEAF), "among betas_among competing balanced"),
     "ta": (of.TaskArithmetic(coef=0.7), "banded"),
     "ta by expert": (of.TaskArithmetic(coef=0.7, weights=BY_EXPERT["weights"], aggregate="mean"), "banded"),
     "metagpt": (of.MetaGpt(coef=0.7), "banded gram"),
@@ -269,7 +270,47 @@ def test_exponents_of_many_experts_are_those_of_torch(calls, monkeypatch):
         expected = merge.pcb_vector(base, experts, ratio=0.4)
     assert not calls
     same(merge.pcb_vector(base, experts, ratio=0.4), expected)
-    assert "balance" in calls
+    assert {"betas_among", "competing"} <= calls
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
+@pytest.mark.parametrize("scale", [1e-25, 1e-12, 1e-3, 0.5, 40.0])
+def test_exponentials_are_computed_where_a_place_is_in_doubt(scale, many, monkeypatch):
+    pcb = sys.modules["smat_fn.merge.pcb"]
+    monkeypatch.setattr(pcb, "_EXPERTS", 2 if many else 88)
+    generator, computed = torch.Generator().manual_seed(3), []
+    deltas = torch.randn(3, 20_001, generator=generator) * scale
+    deltas[0, ::3], deltas[1, ::7], deltas[1, 5::21] = 0.0, -0.0, scale
+    sizes = deltas.abs().sort(1).values
+    given = [pcb.Bounds(low, high) for low, high in zip(*sizes[:, [2, -3]].T.tolist(), strict=True)]
+    betas = pcb.Betas(list(deltas), given, F)
+    rows, keys = betas.numbers(), sampled._keys(betas.numbers().numpy())
+    ordered = numpy.sort(keys, 1)
+    places = [(0, 1), (100, 101), (9000, 9100), (12_000, 12_500), (18_000, 18_001), (19_990, 20_000)]
+    limits = [[(row[i], max(row[j], row[i] + 1)) for i, j in places] + [(0, 0xFFFFFFFF)] for row in ordered]
+    exp = torch.Tensor.exp_
+    monkeypatch.setattr(torch.Tensor, "exp_", lambda own: computed.append(own.numel()) or exp(own))
+    for some in (slice(0, 5), slice(6, 7), slice(0, 7)):
+        pairs = numpy.array(limits, numpy.uint32)[:, some]
+        counts, hits = betas.among(execution.loops(), pairs)
+        wanted, others = sampled.among(execution.loops(), rows, pairs)
+        assert (counts == wanted).all()
+        assert all((numpy.sort(own) == numpy.sort(other)).all() for own, other in zip(hits, others, strict=True))
+    if scale in (1e-3, 1e-12):
+        assert sum(computed[:3]) < 0.1 * rows.numel()
+    assert sum(computed[3:6]) == rows.numel()
+
+
+def test_bounds_that_float32_does_not_hold(calls):
+    generator = torch.Generator().manual_seed(3)
+    steps = 40 * torch.rand(8, 3000, dtype=D, generator=generator)
+    experts = [{"w": (1 + row * 2.0**-23).float(), "z": 1 + row * 2.0**-23} for row in steps]
+    base = {path: torch.zeros_like(leaf) for path, leaf in experts[0].items()}
+    with execution.off():
+        expected = merge.pcb_vector(base, experts, ratio=0.3, clip=0.1)
+    assert not calls
+    same(merge.pcb_vector(base, experts, ratio=0.3, clip=0.1), expected)
+    assert "competing" in calls
 
 
 VALUES = torch.randn(2, 50_000, generator=torch.Generator().manual_seed(0)).mul(100).round().div(100)

@@ -26,6 +26,7 @@ SHORT = 256  # a row whose magnitudes are sorted rather than counted
 ALWAYS = 13  # bits of a position with which 32 bits tell most magnitudes apart
 NORMED = 4096  # coordinates whose magnitudes are added by halves: part of the definition of `arithmetic.Norm`
 WIDEST = 15  # with which they may, since magnitudes of bfloat16 have few bits
+BALANCED = 1 << 18  # coordinates over all experts of which PCB's exponentials are computed at a time
 
 
 class Window(NamedTuple):
@@ -40,6 +41,7 @@ class Window(NamedTuple):
     coef: float | None  # None: the task vector itself is written, float32
     out: Tensor  # what is merged is written here
     room: "Room"  # memory of a name, which it gave before: taking new costs time
+    weights: Sequence[float] | None = None  # of task vectors, for `combined` and `balanced`; None: all are 1
 
 
 class Merged(NamedTuple):
@@ -185,7 +187,31 @@ def combined(
 ) -> Merged:
     """All task vectors by the arithmetic of one merger. Args: kind: a constant of the loops; others: its numbers."""
     numbers = getattr(window.loops, kind), numpy.array([one, two, *by_expert], numpy.float32)
-    return _merged(window.loops.combined(window.read, window.size, *numbers, *_written(window)))
+    return _merged(window.loops.combined(window.read, window.size, _weights(window), *numbers, *_written(window)))
+
+
+def balanced(window: Window, bounds: Any, less: float) -> Merged:
+    """PCB's mean of task vectors. Args: bounds: float64 (experts, 4), finite; less: as of `competing`.
+
+    Exponentials and hyperbolic tangents are torch's own, of the coordinates that may be above the floor.
+    """
+    loops, count, weights = window.loops, len(bounds), _weights(window)
+    step = max(min(BALANCED // count, window.size), 1)
+    factors = [window.room(name, count * step, torch.float64).view(count, step) for name in ("exponents", "products")]
+    places = array(window.room("places", count * (step + 1), torch.int32)).reshape(count, step + 1)
+    exponents, products = (factor.numpy() for factor in factors)
+
+    def merge(begin: int) -> Merged:
+        where, written = (window.read, weights, begin, min(begin + step, window.size)), numpy.zeros(count, numpy.int64)
+        largest = loops.competing(*where, bounds, less, exponents, products, places, written)
+        for own, other, some in zip(*factors, written.tolist(), strict=True):
+            own[:some].exp_()
+            other[:some].tanh_()
+        error, change, most = loops.balanced(*where, bounds, exponents, products, places, written, *_written(window))
+        return _merged((error, change, largest, most))
+
+    error, change, finite, fits = zip(*map(merge, range(0, window.size, step)), strict=True)
+    return Merged(sum(error), sum(change), all(finite), all(fits))
 
 
 def counted(window: Window, threshold: float) -> Any:
@@ -258,6 +284,10 @@ def ordered(loops: ModuleType, sizes: Any, length: int, room: Room) -> Any:
 
 def _room(_: str, count: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(count, dtype=dtype, device="cpu")
+
+
+def _weights(window: Window) -> Any:
+    return numpy.array(window.weights or [1.0] * (len(window.read) - 1), numpy.float32)
 
 
 def _written(window: Window) -> tuple[Any, Any]:

@@ -153,7 +153,7 @@ class Scaled:
         return self._leaves.each_block(of, paths, rows=rows)
 
     def rule(self, plain: Rule) -> Rule:
-        """A rule of these leaves that gets their task vectors. Compiled loops merge leaves whose weights are 1."""
+        """A rule of these leaves that gets their task vectors, also from compiled loops."""
         fuse_of, loop_of = plain.fuse, plain.loop
         assert fuse_of is not None
 
@@ -162,7 +162,8 @@ class Scaled:
             return own if weights is None else lambda piece: own(piece._replace(deltas=times(piece.deltas, weights)))
 
         def loop(path: str) -> Loop | None:
-            return None if loop_of is None or self.weights(path) is not None else loop_of(path)
+            own, weights = None if loop_of is None else loop_of(path), self.weights(path)
+            return None if own is None else lambda window: own(window._replace(weights=weights))
 
         return plain._replace(fuse=fuse, loop=loop)
 

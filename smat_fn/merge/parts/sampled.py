@@ -5,7 +5,7 @@ A sample brackets them, as in `looped_ranks`, and one pass of a compiled loop fi
 
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy
 import torch
@@ -20,6 +20,19 @@ from .looped_ranks import Bracket, Counts, bracket, order
 KEPT = 1 << 20  # numbers between two others that are kept, at most
 WORTH = 1 << 26  # numbers that repay numba's start
 _FACTORS = numpy.ones(1, numpy.float32)
+
+
+Found: TypeAlias = tuple[Any, list[Any]]  # int64 (rows, pairs, 4), as `looped_ranks.Counts`; the hits of each
+
+
+class Formed(Protocol):
+    """Numbers of a block that are formed of others when they are read."""
+
+    def numbers(self) -> Tensor:
+        """All of them: (rows, n), or flat ones of one row."""
+
+    def among(self, loops: ModuleType, limits: Any) -> Found:
+        """How many lie beside and between pairs of numbers. Args: limits: uint32 (rows, pairs, 2), as by `_keys`."""
 
 
 class Scaled(NamedTuple):
@@ -38,8 +51,29 @@ class Scaled(NamedTuple):
         rows = self.factors[first : -(-(self.start + len(one)) // length), None].expand(-1, length).reshape(-1)
         return (two - one).abs_().mul_(rows[skipped : skipped + len(one)])
 
+    def among(self, loops: ModuleType, limits: Any) -> Found:
+        """As of `Formed`."""
+        size, factors = len(self.vectors[0]), execution.array(self.factors)
+        return _among(loops, [sources(self.vectors)], size, limits, self.start, self.length, factors)
 
-Counter: TypeAlias = Callable[[Tensor | Scaled], Any]
+
+Counter: TypeAlias = Callable[[Tensor | Formed], Any]
+
+
+def among(loops: ModuleType, rows: Tensor, limits: Any) -> Found:
+    """`Formed.among` of numbers in memory."""
+    return _among(loops, [sources([row]) for row in rows], rows.shape[1], limits, 0, 1, _FACTORS)
+
+
+def _among(
+    loops: ModuleType, rows: Sequence[Any], size: int, limits: Any, start: int, length: int, factors: Any
+) -> Found:
+    hits = numpy.empty((*limits.shape[:2], size + 1), numpy.uint32)
+    counts = numpy.empty((*limits.shape[:2], 4), numpy.int64)
+    for row, *given in zip(rows, limits, hits, counts, strict=True):
+        loops.among(row, start, size, length, factors, *given)
+    flat = hits.reshape(-1, size + 1)
+    return counts, [own[:inside].copy() for own, inside in zip(flat, counts[..., 2].reshape(-1), strict=True)]
 
 
 def step_of(size: int) -> int:
@@ -64,7 +98,7 @@ def ordered(over: Callable[[Counter], Iterable[Any]], ranks: Sequence[int], size
 
 def _by_digits(over: Callable[[Counter], Iterable[Any]], ranks: Sequence[int], like: Tensor) -> list[Tensor]:
     def tensors(count: Callable[[Tensor], Any]) -> Iterable[Any]:
-        return over(lambda block: count(block if isinstance(block, Tensor) else block.numbers()[None]))
+        return over(lambda block: count(block if isinstance(block, Tensor) else torch.atleast_2d(block.numbers())))
 
     return plain.ordered(tensors, ranks, like)
 
@@ -81,7 +115,7 @@ def _by_loops(
         found = list(map(order, counts, limits, places))
         known = [each.bits for each in found if each is not None]
         if len(known) == len(places):
-            return list(torch.from_numpy(_numbers(known)).view(-1, len(ranks)).double().T[..., None])
+            return list(torch.from_numpy(numbers_of(known)).view(-1, len(ranks)).double().T[..., None])
         shares = [(p - c.below - c.at_low) / max(c.inside, 1) for c, p in zip(counts, places, strict=True)]
         if not all(each or 0 < share <= 1 for each, share in zip(found, shares, strict=True)):
             break
@@ -95,23 +129,13 @@ def _count(
     """The counts of every bracket, ``each`` in a row; of more than `KEPT` hits every second, fourth and so on stays."""
     pairs = numpy.array(limits, numpy.uint32).reshape(-1, each, 2)
 
-    def count(block: Tensor | Scaled) -> tuple[Any, list[Any]]:
-        size = block.shape[1] if isinstance(block, Tensor) else len(block.vectors[0])
-        hits, counts = numpy.empty((*pairs.shape[:2], size + 1), numpy.uint32), numpy.empty((*pairs.shape[:2], 4), int)
-        for i, given in enumerate(zip(pairs, hits, counts, strict=True)):
-            if isinstance(block, Tensor):
-                loops.among(sources([block[i]]), 0, size, 1, _FACTORS, *given)
-            else:
-                factors = execution.array(block.factors)
-                loops.among(sources(block.vectors), block.start, size, block.length, factors, *given)
-        flat = counts.reshape(-1, 4)
-        rows = zip(hits.reshape(len(flat), -1), flat[:, 2], strict=True)
-        return flat, [row[:inside].copy() for row, inside in rows]
+    def count(block: Tensor | Formed) -> Found:
+        return among(loops, block, pairs) if isinstance(block, Tensor) else block.among(loops, pairs)
 
     total, kept = numpy.zeros((len(limits), 4), numpy.int64), [[numpy.empty(0, numpy.uint32)] for _ in limits]
     steps = [1] * len(limits)
     for counts, hits in over(count):
-        total += counts
+        total += counts.reshape(-1, 4)
         for i, own in enumerate(hits):
             kept[i].append(own[:: steps[i]])
             while total[i, 2] > KEPT * steps[i]:
@@ -125,7 +149,7 @@ def _keys(values: Any) -> Any:
     return bits ^ numpy.where(bits >> 31, numpy.uint32(0xFFFFFFFF), numpy.uint32(1 << 31))
 
 
-def _numbers(keys: Sequence[int]) -> Any:
+def numbers_of(keys: Any) -> Any:
     """The inverse of `_keys`."""
-    bits = numpy.array(keys, numpy.uint32)
+    bits = numpy.asarray(keys, numpy.uint32)
     return (bits ^ numpy.where(bits >> 31, numpy.uint32(1 << 31), numpy.uint32(0xFFFFFFFF))).view(numpy.float32)
