@@ -14,9 +14,9 @@ from ..tree import compute_dtype
 from ..types import Params
 from .parts import arithmetic, looped
 from .parts.arithmetic import largest, step_on
-from .parts.chunks import Fuse, Piece, merge_weights, row_length
+from .parts.chunks import Fuse, Piece, row_length
 from .parts.inputs import Experts, check_alone, coef_problems, count_problems
-from .parts.merger import Mapped, Merger, Rule
+from .parts.merger import Mapped, Merger, Rule, merge_alone
 from .parts.sampled import Counter, Scaled, ordered, step_of
 
 CACHED = 1 << 16  # coordinates that stay in a core's cache through all operations
@@ -50,7 +50,9 @@ def arcee_fusion(experts: Experts, *, coef: float = 1.0) -> Params:
     """
     problems = [*coef_problems(coef), *count_problems(experts, "arcee_fusion", least=2, most=2)]
     flat = all_at_once(problems, lambda: check_alone(experts))
-    return merge_weights(experts, flat, lambda _, values: fused(values, float(coef)))
+    return merge_alone(
+        ArceeFusion(float(coef)), experts, flat, lambda _, values: fused(values, float(coef)), float(coef)
+    )
 
 
 class Found(NamedTuple):

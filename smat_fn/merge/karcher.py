@@ -11,9 +11,9 @@ from ..errors import all_at_once, count_problem
 from ..types import Params
 from .parts import looped
 from .parts.arithmetic import gram, weighted
-from .parts.chunks import Fuse, merge_weights
+from .parts.chunks import Fuse
 from .parts.inputs import Experts, check_alone, type_problems
-from .parts.merger import Mapped, Merger, Rule
+from .parts.merger import Mapped, Merger, Rule, merge_alone
 
 Products = list[list[float]]
 _OPPOSITE = 1e-7  # a cosine of -1 that was rounded to the next number is 1.5e-8 from pi
@@ -47,7 +47,7 @@ def karcher(experts: Experts, *, max_iter: int = 10, tol: float = 1e-5) -> Param
         every = list(values)
         return weighted(every, shares_of(gram(every), max_iter, tol))
 
-    return merge_weights(experts, flat, mean)
+    return merge_alone(Karcher(max_iter, tol), experts, flat, mean)
 
 
 def shares_of(products: Products, max_iter: int, tol: float) -> list[float]:

@@ -13,9 +13,9 @@ from ..types import Params
 from .nuslerp import between, shares_of
 from .parts import looped
 from .parts.arithmetic import cosine, gram, largest
-from .parts.chunks import Fuse, merge_weights
+from .parts.chunks import Fuse
 from .parts.inputs import Experts, check_alone, coef_problems, count_problems
-from .parts.merger import Mapped, Merger, Rule
+from .parts.merger import Mapped, Merger, Rule, merge_alone
 
 _SMALL = 1e-8  # a norm that counts as 1
 _PARALLEL = 0.9995  # |cos ω| above which an arc counts as a line
@@ -56,7 +56,7 @@ def slerp(experts: Experts, *, coef: float, arc: Arc = "slerp", zeros: bool = Fa
             return between(one, two, t=float(coef), along=arc)
         return along_arc(gram([one, two]), float(coef), arc, zeros)(one, two)
 
-    return merge_weights(experts, flat, fuse)
+    return merge_alone(Slerp(float(coef), arc=arc, zeros=zeros), experts, flat, fuse, float(coef))
 
 
 def shares_along(products: list[list[float]], coef: float, arc: Arc, zeros: bool) -> tuple[float, float] | None:

@@ -6,9 +6,8 @@ from functools import partial
 from ..types import Params
 from .parts import looped
 from .parts.arithmetic import add, divided
-from .parts.chunks import merge_weights
 from .parts.inputs import Experts, check_alone
-from .parts.merger import Mapped, Merger, Rule
+from .parts.merger import Mapped, Merger, Rule, merge_alone
 
 
 def weight_average(experts: Experts) -> Params:
@@ -25,9 +24,8 @@ def weight_average(experts: Experts) -> Params:
 
     Source: Wortsman et al., "Model soups", 2022.
     """
-    return merge_weights(
-        experts, check_alone(experts, batches=True), lambda _, values: divided(add(values), len(experts))
-    )
+    flat = check_alone(experts, batches=True)
+    return merge_alone(WeightAverage(), experts, flat, lambda _, values: divided(add(values), len(experts)))
 
 
 @dataclass(frozen=True)

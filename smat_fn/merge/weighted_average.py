@@ -12,10 +12,9 @@ from ..errors import all_at_once, flag_problems
 from ..types import Params
 from .parts import looped
 from .parts.arithmetic import divided, weighted
-from .parts.chunks import merge_weights
 from .parts.coefs import Rules, coef_of
 from .parts.inputs import Experts, check_alone, type_problems
-from .parts.merger import Mapped, Merger, Rule
+from .parts.merger import Mapped, Merger, Rule, merge_alone
 from .parts.per_expert import names_of
 
 
@@ -41,8 +40,8 @@ def weighted_average(
     problems += flag_problems(normalize=normalize)
     flat = all_at_once(problems, lambda: check_alone(experts, batches=True))
 
-    shares = list(given.values())
-    return merge_weights(experts, flat, lambda path, values: mean_of(values, _of(path, shares), normalize=normalize))
+    shares, own = list(given.values()), WeightedAverage(weights=given, normalize=normalize)  # type: ignore[arg-type]
+    return merge_alone(own, experts, flat, lambda path, values: mean_of(values, _of(path, shares), normalize=normalize))
 
 
 def _of(path: str, weights: Iterable[Rules]) -> list[float]:

@@ -147,7 +147,7 @@ def test_a_file_and_its_lines_are_a_merger(copy, family):
 def test_the_page_names_what_exists():
     internal = {
         "inputs": {"count_problems", "check_alone"},
-        "merger": {"merged", "vector_function"},
+        "merger": {"merged", "merge_alone", "vector_function"},
         "chunks": {"merge_weights"},
     }
     for module, names in internal.items():

@@ -21,7 +21,7 @@ BY_EXPERT = {
     "weights": {"x": 0.37, "y": {"large": -1.3, "*": 0.25}},
     "densities": {"x": 0.21, "y": {"large": 1.0, "rows": 0.0, "*": 0.9}},
 }
-OF_A_LEAF = {"x": {"large": -0.37, "vector": 0.0, "*": 1.0}}  # loops read the others
+OF_A_LEAF = {"x": {"large": -0.37, "vector": 0.0, "*": 1.0}}  # of no other expert
 DARE, DELLA = {"coef": 0.3, "drop_prob": 0.3}, {"coef": 0.9, "drop_prob": 0.5, "window": 0.14}
 CRUMBS, TIES = {"coef": 0.3, "drop_smallest": 0.45, "drop_largest": 0.2}, {"coef": 0.7, "keep": 0.3}
 CONFIGS = {  # and the loops that they take
@@ -63,8 +63,16 @@ CONFIGS = {  # and the loops that they take
     "model_stock": (of.ModelStock(clamp=False), "banded gram"),
     "nuslerp": (of.NuSlerp(t=0.6), "banded"),
     "multislerp": (of.MultiSlerp(weights=(0.1, 0.2, 0.9)), "banded"),
+    "wa": (of.WeightAverage(), "averaged"),
+    "linear": (of.WeightedAverage(weights=(0.5, {"large": -0.25, "*": 1.5}, 0.3)), "averaged"),
+    "linear, not normalised": (of.WeightedAverage(weights=(0.5, 0.0, 0.3), normalize=False), "averaged"),
+    "karcher": (of.Karcher(), "averaged gram"),
+    "slerp": (of.Slerp(coef=0.3), "averaged gram"),
+    "slerp along a leaf": (of.Slerp(coef=0.3, arc="leaf"), "averaged gram"),
+    "slerp along rows": (of.Slerp(coef=0.3, arc="last"), ""),
+    "arcee_fusion": (of.ArceeFusion(coef=0.7), "among fused"),
 }
-FEWER = {"nuslerp": 2, "nearswap": 1}  # experts
+FEWER = {"nuslerp": 2, "nearswap": 1, "arcee_fusion": 2} | {name: 2 for name in CONFIGS if name.startswith("slerp")}
 GLOBAL = "ties", "ties mean", "ties of none", "pcb", "pcb by expert"
 LOOPS = sorted({loop for _, names in CONFIGS.values() for loop in names.split()})
 F, B, H, D = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -114,6 +122,10 @@ def trees(name="", grid=0.25):
     base, *experts = found
     experts[1]["vector"] = base["vector"].to(B)
     experts[2]["edge"] = torch._neg_view(base["edge"])
+    if name and not CONFIGS[name][0].based:  # such experts are of one dtype
+        experts = [{path: leaf.to(experts[1][path].dtype) for path, leaf in own.items()} for own in experts]
+    if name.startswith("slerp"):
+        experts[1]["large"] = 1.0001 * experts[0]["large"]  # their arc is a line
     return base, dict(islice(zip("xyz", experts, strict=True), FEWER.get(name, 3)))
 
 
@@ -126,8 +138,10 @@ def same(left, right):
 
 
 def merged(name, base, experts):
-    """The merged tree, and the merged task vector."""
+    """The merged tree, and the merged task vector of a merger with a base."""
     config = CONFIGS[name][0]
+    if not config.based:
+        return (merge.merge_by(config, base, experts),)
     options = {key: value for key, value in config.settings().items() if key not in ("coef", *config.selects)}
     own, key = getattr(merge, config.name.replace("-", "_"), None), (KEY,) if config.random else ()
     return own(*key, base, experts, coef=config.coef, **options), merge.vector_by(config, base, experts, key=KEY)

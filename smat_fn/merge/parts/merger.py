@@ -19,7 +19,7 @@ from ...errors import flag_problems, raise_problems
 from ...types import Params, Scope
 from . import arithmetic, looped_ranks
 from .arithmetic import gram, gram_memory, gram_sum
-from .chunks import CHUNK, Fuse, Piece, compute_dtype, delta_of, fields_of, groups, mask_keys, pieces
+from .chunks import CHUNK, Fuse, Piece, compute_dtype, delta_of, fields_of, groups, mask_keys, merge_weights, pieces
 from .inputs import Experts, Leaves, check, check_variances, coef_problems, key_problems, tied_problems, type_problems
 from .looped import KINDS, Loop, Window
 from .ranks import Order, order_of, position_of, value_of
@@ -209,11 +209,16 @@ class InMemory:
         key: Tensor | None = None,
         *,
         by_loops: bool = False,
+        alone: float | None = None,
     ) -> None:
-        """Args: by_loops: let compiled loops read what they can; they raise `NotFinite`."""
+        """Args: by_loops: let compiled loops read what they can; they raise `NotFinite`.
+
+        alone: the coefficient, or any number, of a merger without a base: base is one of the experts then.
+        """
         self.base, self.trees, self.statistics, self.key, self.by_loops = base, experts, statistics, key, by_loops
         self.experts: Mapping[str, object] = experts
-        self.coefs: Mapping[str, float] = {path: 1.0 for path, leaf in base.items() if leaf.is_floating_point()}
+        self.based, coef = alone is None, 1.0 if alone is None else alone
+        self.coefs: Mapping[str, float] = {path: coef for path, leaf in base.items() if leaf.is_floating_point()}
         self.cuts: Mapping[str, list[Cut]] = {}
         self.majority, self.device = 1, next(iter(base.values()), torch.empty(0)).device
         self.workers, self._scratch = torch.get_num_threads() if by_loops else 1, Scratch()
@@ -236,10 +241,7 @@ class InMemory:
 
     def read(self, path: str, names: Iterable[str]) -> InPlace:
         """Where compiled loops read a leaf of base and of experts."""
-        leaves = (self.base[path], *(self.trees[name][path] for name in names))
-        flat = [leaf.resolve_neg().reshape(-1).contiguous() for leaf in leaves]
-        # a file may place leaves at odd addresses
-        return InPlace([leaf.clone() if leaf.data_ptr() % leaf.itemsize else leaf for leaf in flat])
+        return InPlace(list(map(_aligned, (self.base[path], *(self.trees[name][path] for name in names)))))
 
     def window(self, path: str, read: InPlace, coef: float | None = None) -> Callable[[int, int, Tensor], Window]:
         """`windows.windows` of a leaf."""
@@ -257,24 +259,33 @@ class InMemory:
     def gram(self, path: str, *, diagonal: bool = False) -> list[list[float]]:
         if self.looped(path):
             read, size = self.read(path, self.trees), self.base[path].numel()
-            tasks = products_by_loops(read, size, based=True, diagonal=diagonal)
+            tasks = products_by_loops(read, size, based=self.based, diagonal=diagonal)
             return gram_sum(in_order(tasks, self.workers), len(self.trees))
-        return gram([leaves[path] for leaves in self.trees.values()], self.base[path])
+        return gram([leaves[path] for leaves in self.trees.values()], self.base[path] if self.based else None)
 
     def blocks(self, path: str) -> Iterator[list[Tensor]]:
-        return (piece.deltas for piece in self._blocks(path))
+        return (block().deltas for block in self._blocks(path))
 
     def each_block(
         self, function: Callable[[Piece], Value], paths: Iterable[str], *, rows: bool = False
     ) -> Iterator[Value]:
-        return map(function, chain.from_iterable(self._blocks(path, rows=rows) for path in paths))
+        def task(block: Callable[[], Piece]) -> Value:
+            return function(block())
 
-    def _blocks(self, path: str, *, rows: bool = False) -> Iterator[Piece]:
+        blocks = chain.from_iterable(self._blocks(path, rows=rows) for path in paths)
+        return in_order((partial(task, block) for block in blocks), self.workers)
+
+    def _blocks(self, path: str, *, rows: bool = False) -> Iterator[Callable[[], Piece]]:
         dtype, origin = compute_dtype(path, self.base, self.trees), self.base[path].reshape(-1)
-        leaves = [own[path].reshape(-1) for own in self.trees.values()]
-        for start, stop in spans(self.base[path], arithmetic.BLOCK, rows=rows):
-            deltas = [delta_of(leaf[start:stop], origin[start:stop], dtype) for leaf in leaves]
-            yield Piece(path, start, deltas, [])
+        leaves = [own[path].reshape(-1) if self.based else _aligned(own[path]) for own in self.trees.values()]
+
+        def block(start: int, stop: int) -> Piece:
+            parts = [leaf[start:stop] for leaf in leaves]
+            if self.based:
+                parts = [delta_of(part, origin[start:stop], dtype) for part in parts]
+            return Piece(path, start, parts, [])
+
+        return (partial(block, *span) for span in spans(self.base[path], arithmetic.BLOCK, rows=rows))
 
     def each(self, function: Callable[[str], Value], paths: Iterable[str]) -> Iterator[Value]:
         return map(function, paths)
@@ -318,6 +329,12 @@ class InMemory:
             for _, start, stop in group:
                 drawn = None if keys is None else fields_of(keys, [(0, start, stop)], origin.device)[0][0]
                 yield start, delta_of(leaf[start:stop], origin[start:stop], dtype), drawn
+
+
+def _aligned(leaf: Tensor) -> Tensor:
+    """A flat leaf as loops read it: a file may place leaves at odd addresses."""
+    flat = leaf.resolve_neg().reshape(-1).contiguous()
+    return flat.clone() if flat.data_ptr() % flat.itemsize else flat
 
 
 def orders_by_loops(group: looped_ranks.Group, ranks: Sequence[int]) -> list[Order]:
@@ -388,14 +405,42 @@ def merged_leaves(config: Merger, leaves: InMemory, coef: float | None) -> tuple
 
 
 def read_best(
-    base: Leaves, experts: Mapping[str, Leaves], key: Tensor | None, fn: Callable[[InMemory], Value]
+    base: Leaves,
+    experts: Mapping[str, Leaves],
+    key: Tensor | None,
+    fn: Callable[[InMemory], Value],
+    alone: float | None = None,
 ) -> Value:
     """``fn`` of trees in memory, read by compiled loops where that is worth their start and all values are finite."""
     weights = sum(leaf.numel() for leaf in base.values() if leaf.is_floating_point()) * len(experts)
     if weights >= WORTH * (1 if execution.started() else 4) and not execution.transformed():
         with suppress(NotFinite):
-            return fn(InMemory(base, experts, key=key, by_loops=True))
-    return fn(InMemory(base, experts, key=key))
+            return fn(InMemory(base, experts, key=key, by_loops=True, alone=alone))
+    return fn(InMemory(base, experts, key=key, alone=alone))
+
+
+def merge_alone(
+    config: Merger,
+    experts: Experts,
+    flat: Mapping[str, Leaves],
+    fuse: Callable[[str, Iterator[Tensor]], Tensor],
+    coef: float = 1.0,
+) -> Params:
+    """`merge_weights` of a merger without a base, by its rule where compiled loops read leaves, else by ``fuse``."""
+    start = next(iter(flat.values()))
+
+    def leaves_of(leaves: InMemory) -> Leaves:
+        if not leaves.by_loops:
+            return {}
+        weights = sum(start[path].numel() for path in leaves.coefs) * len(flat)
+        return by_loops(config.rule(leaves).worth(weights), leaves, coef)
+
+    done = read_best(start, flat, None, leaves_of, alone=coef)
+
+    def merged(path: str, values: Iterator[Tensor]) -> Tensor:
+        return done[path] if path in done else fuse(path, values)
+
+    return merge_weights(experts, flat, merged)
 
 
 def checked_leaves(
