@@ -1685,15 +1685,16 @@ def norms(sources, start, size, bands, splits, keys, cutoffs, ranked, sums):  # 
                 high = bands[i, 2] if int64(place) < splits[i, 1] else bands[i, 3]
                 values, some, width = row[at:], kept[at:], uint32(high - low)
                 _delta(sources, i + 1, first, n, origin[at:], values)
-                for j in range(n):
-                    some[j] = values[j] if uint32(_size(values[j]) - low) < width else float32(0)
-                if len(keys):  # bands have no splits then
+                if len(keys):  # all magnitudes are in bands then
                     _draw(keys[i, 0], keys[i, 1] + place // uint64(8), int64(n), state, words)
                     cutoff = cutoffs[i]
                     for j in range(n):
-                        some[j] = some[j] if int32(halves[j]) >= cutoff else float32(0)
+                        some[j] = values[j] if int32(halves[j]) >= cutoff else float32(0)
                     for j in range(n if ranked.shape[1] else 0):
                         some[j] = some[j] if halves[j] >= ranked[i, first + j] else float32(0)
+                else:
+                    for j in range(n):
+                        some[j] = values[j] if uint32(_size(values[j]) - low) < width else float32(0)
                 first += n
             sums[0, i, block] = _absolute(row, work)
             sums[1, i, block] = _absolute(kept, work)
