@@ -961,7 +961,7 @@ MUTANTS = [
         ("end = pairs.target_ends(tokenizer) if self._pair else 1", "end = 1 + self._pair"),
         ("mask_prompt=True", "mask_prompt=False"),
     ),
-    *_of("suites/trace.py", ("rows.answers if rows.plain else rows.prompts", "rows.prompts")),
+    *_of("suites/trace_rows.py", ("rows.answers if rows.plain else rows.prompts", "rows.prompts")),
     *_of("models/modules.py", ('"cache", "past_key_values"', '"past_key_values", "cache"')),
     *_of("errors.py", ("type(value) is int and", "isinstance(value, int) and")),
     *_of("data/pixels.py:content", ('len(encoded).to_bytes(8, "little") + encoded', "encoded")),

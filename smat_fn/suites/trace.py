@@ -10,7 +10,6 @@ instead: all of a text is trained, and scored by likelihood, in windows (`text.w
 
 import inspect
 import math
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from ..checkpoint import fingerprint
 from ..data import chat, pairs, text
 from ..data.batching import batch_indices
 from ..data.cache import HELD, cached, versions
-from ..data.rows import Conversation, TextRows, load_conversations, load_rows, place_of, take
+from ..data.rows import Conversation, TextRows, place_of
 from ..data.splits import with_made
 from ..errors import check_member, count_problem, name_rows, problems_of
 from ..evaluate import decoding, likelihood
@@ -37,9 +36,6 @@ from ..evaluate.engine import Engine, Generate, engine_name, find_engine, in_bat
 from ..evaluate.metrics import (
     TRACE_METRICS,
     TextMetric,
-    extract_label,
-    first_letter_accuracy,
-    label_accuracy,
     metric_of,
     uncounted,
 )
@@ -56,10 +52,23 @@ from ..progress import bar
 from ..types import Batch, Micro, Params
 from .sources import absolute, collect_splits, model_problems, pick_device, settled, shared_rows, tasks_of
 from .suite import BaseSuite, SuiteOptions, remembered
+from .trace_rows import (
+    LABELS,
+    SPLITS,
+    TASKS,
+    asked_of,
+    conversations,
+    hashed,
+    is_letter,
+    letter_of,
+    pairs_of,
+    plain_tasks,
+    size_of,
+    some_of,
+    texts_of,
+    unlettered,
+)
 
-TASKS = tuple(TRACE_METRICS)
-LABELS, LETTERS = (label_accuracy, first_letter_accuracy), tuple("ABCD")
-SPLITS = {"train": "train", "dev": "dev", "test": "eval"}  # ours -> the source's
 _TOGETHER = 4096  # tokens that go through the frozen layers in one pass
 # rows and tokens that are decoded together: small batches wait for the host; on a CPU large ones took as long
 _ON_A_GPU = 256, 16_384
@@ -161,24 +170,24 @@ class Trace(BaseSuite):
             problems.append(f"device is {own.device!r} and device_map is given too: give one of them")
         with errors.collected(problems):
             self._engine: Any = own.engine if callable(own.engine) else find_engine(str(own.engine))
-        read = partial(_conversations, own) if own.chat else self._row_texts
+        read = partial(conversations, own.data, columns=own.columns) if own.chat else self._row_texts
         found, wrong, notes, self.made = collect_splits(
-            own.only or tasks, read, self._with_made, size=_size, take=_some, rows=own.rows,
+            own.only or tasks, read, self._with_made, size=size_of, take=some_of, rows=own.rows,
             local=Path(own.data).exists(),
         )  # fmt: skip
         self._chats: dict[Any, tuple[Conversation, ...]] = found if own.chat else {}
         answers = {key: TextRows((), tuple(c[-1]["content"] for c in rows)) for key, rows in self._chats.items()}
         self._rows: dict[Any, TextRows] = answers or found
         self.notes += tuple(notes)
-        self.plain, mixed = _plain_tasks(self._rows)
+        self.plain, mixed = plain_tasks(self._rows)
         problems += [*model_problems(own.model), *wrong, *mixed, *self._unread(tasks)]
         if self.plain:
             self.notes += (f"{', '.join(sorted(self.plain))}: plain texts, scored by likelihood, 100 / perplexity",)
         for (task, split), rows in self._rows.items():
             if split != "train" and self._metric(task) in LABELS:
-                problems += _unlettered(task, SPLITS[split], rows.answers)
+                problems += unlettered(task, SPLITS[split], rows.answers)
         errors.raise_problems(problems)
-        asked: Any = self._chats if own.chat else {key: _pairs(rows) for key, rows in self._rows.items()}
+        asked: Any = self._chats if own.chat else {key: pairs_of(rows) for key, rows in self._rows.items()}
         for task in own.only or tasks:
             self.notes += tuple(shared_rows(task, {split: list(map(str, asked[task, split])) for split in SPLITS}))
         if own.metric != TraceOptions.metric and all(task in TRACE_METRICS for task in tasks):
@@ -237,9 +246,8 @@ class Trace(BaseSuite):
 
     def _row_texts(self, task: str, split: str) -> TextRows:
         """Rows of a split, with their choices where these are scored."""
-        rows = _texts(
-            self.options, task, split, choices=split != "train" and self._by_likelihood(task) in likelihood.CHOICES
-        )
+        choices = split != "train" and self._by_likelihood(task) in likelihood.CHOICES
+        rows = texts_of(self.options.data, task, split, self.options.columns, choices=choices)
         if rows.empty:
             every = len(rows.answers) + rows.empty
             self.notes += (f"{rows.empty} of the {every} texts of {task} ({SPLITS[split]}) are empty, and left out",)
@@ -248,19 +256,20 @@ class Trace(BaseSuite):
     def _with_made(self, task: str, splits: dict[str, Any], missing: tuple[str, ...]) -> dict[str, Any]:
         """The splits with those that are missing, made from train."""
         if self._by_likelihood(task) in likelihood.CHOICES:
-            train = _texts(self.options, task, "train", choices=True)
-            made = with_made({**splits, "train": train}, missing, rows=_asked, take=_some)
+            own = self.options
+            train = texts_of(own.data, task, "train", own.columns, choices=True)
+            made = with_made({**splits, "train": train}, missing, rows=asked_of, take=some_of)
             return {**made, "train": made["train"]._replace(choices=())}
         lettered = self._metric(task) in LABELS and not self.options.chat and not splits["train"].plain
         if lettered:
-            errors.raise_problems(_unlettered(task, SPLITS["train"], splits["train"].answers))
-        labels: Any = (lambda rows: [_letter(answer) for answer in rows.answers]) if lettered else (lambda rows: None)
-        return with_made(splits, missing, rows=_asked, take=_some, labels=labels)
+            errors.raise_problems(unlettered(task, SPLITS["train"], splits["train"].answers))
+        labels: Any = (lambda rows: [letter_of(answer) for answer in rows.answers]) if lettered else (lambda rows: None)
+        return with_made(splits, missing, rows=asked_of, take=some_of, labels=labels)
 
     def _doubts(self, lm: LanguageModel) -> Iterator[str]:
         """Notes on answers that cannot be counted, and on settings for generation that are not used."""
         for (task, split), rows in self._rows.items():
-            others = sum(not _is_letter(task, answer) for answer in rows.answers)
+            others = sum(not is_letter(task, answer) for answer in rows.answers)
             if split != "train" and self._metric(task) in LABELS and others:
                 yield (
                     f"{others} of {len(rows.answers)} answers of {task} ({SPLITS[split]}) do not begin with a "
@@ -284,7 +293,7 @@ class Trace(BaseSuite):
         own = self.options
         if self._pair or own.train_layers is None or own.gradient_checkpointing or own.device_map is not None:
             return None, None
-        texts = _asked(next(iter(self._rows.values()))).prompts[:3]
+        texts = asked_of(next(iter(self._rows.values()))).prompts[:3]
         rows = [(*ids[: 16 - i], lm.tokenizer.eos_token_id) for i, ids in enumerate(prompt_ids(texts, lm.tokenizer))]
         top = top_language(lm, self._collate([text.Example(ids, ids) for ids in rows]))
         if isinstance(top, str):
@@ -410,7 +419,7 @@ class Trace(BaseSuite):
     def train_rows(self, task: str) -> dict[str, Any]:
         self.check(task)
         own = self._chats if self.options.chat else self._rows
-        train, dev = (content_key({"rows": _hashed(own[task, split])}) for split in ("train", "dev"))
+        train, dev = (content_key({"rows": hashed(own[task, split])}) for split in ("train", "dev"))
         inputs = content_key({"ids": self._examples(task, "train")[:1000]})
         place = place_of(self.options.data, task, SPLITS["train"])
         return {
@@ -498,16 +507,16 @@ class Trace(BaseSuite):
         if not places:
             return text.Cut(len(lengths), 0.0, 0.0, 0.0, max(lengths))
         if self.options.chat:
-            chats = _some(self._chats[task, "train"], places)
+            chats = some_of(self._chats[task, "train"], places)
             return chat.cut_report(chats, self._lm.tokenizer, max_length=limit).among(len(lengths))
-        rows = {task: _pairs(_some(self._rows[task, "train"], places))}
+        rows = {task: pairs_of(some_of(self._rows[task, "train"], places))}
         return self._form.cut_report(rows, self._lm.tokenizer, max_length=limit)[task].among(len(lengths))
 
     @remembered
     def content(self, task: str, split: str) -> str:
         tokenizer = self._lm.tokenizer
         facts = {
-            "rows": _hashed(self._rows[task, split]),
+            "rows": hashed(self._rows[task, split]),
             "tokens": self._given(task, split) if self._by_likelihood(task) else self._tokens(task, split),
             "tokenizer": self._tokenizer(),
             "special": [
@@ -612,7 +621,7 @@ class Trace(BaseSuite):
             return [example for own in self._windows(task, split) for example in own]
         options = {name: getattr(self.options, name) for name in ("max_length", "truncate", "mask_prompt")}
         vocabulary = self._lm.module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-        rows = _pairs(self._rows[task, split])
+        rows = pairs_of(self._rows[task, split])
         try:
             if self.options.chat:
                 del options["mask_prompt"]
@@ -726,28 +735,6 @@ def settings_of(task: str, options: TraceOptions) -> Decoding:
     )
 
 
-def _conversations(options: TraceOptions, task: str, split: str) -> tuple[Conversation, ...]:
-    return load_conversations(options.data, task, SPLITS[split], columns=options.columns)
-
-
-def _texts(options: TraceOptions, task: str, split: str, *, choices: bool) -> TextRows:
-    asked = {"choices": True} if choices else {}
-    rows = load_rows(options.data, task, SPLITS[split], columns=options.columns, **asked)
-    if not isinstance(rows, TextRows):
-        way = "this suite takes prompts and answers: give some, or take --preset images"
-        raise ValueError(f"{options.data} ({task}, {SPLITS[split]}) holds images, {way}")
-    return rows
-
-
-def _size(rows: TextRows | Sequence[Conversation]) -> int:
-    return len(rows.answers) if isinstance(rows, TextRows) else len(rows)
-
-
-def _hashed(rows: Any) -> Any:
-    """Rows as they are hashed: without the place of choices where there are none, as runs begun before have them."""
-    return rows[: 3 if rows.choices else 2] if isinstance(rows, TextRows) else rows
-
-
 def _length(example: text.Example) -> int:
     return max(map(len, example))
 
@@ -755,63 +742,3 @@ def _length(example: text.Example) -> int:
 def _begun(choices: Sequence[str]) -> bool:
     """Whether a choice begins another one."""
     return any(one != other and other.startswith(one) for one in choices for other in choices)
-
-
-def _some(rows: Any, places: Sequence[int]) -> Any:
-    return take(rows, places) if isinstance(rows, TextRows) else tuple(rows[i] for i in places)
-
-
-def _plain_tasks(every: Mapping[tuple[str, str], TextRows]) -> tuple[frozenset[str], list[str]]:
-    """The tasks of plain texts, and errors for those with both kinds of rows."""
-    splits = dict[str, dict[bool, list[str]]]()
-    for (task, split), rows in every.items():
-        splits.setdefault(task, {}).setdefault(rows.plain, []).append(SPLITS[split])
-    problems = [
-        f"{task} has plain texts in {', '.join(own[True])} and prompts with answers in {', '.join(own[False])}: give "
-        "all its splits rows of one kind"
-        for task, own in splits.items()
-        if len(own) > 1
-    ]
-    return frozenset(task for task, own in splits.items() if True in own), problems
-
-
-def _asked(rows: TextRows | Sequence[Conversation]) -> TextRows:
-    """Rows as what they ask, without answers: a prompt may have several. Of a plain text it is all."""
-    if isinstance(rows, TextRows):
-        prompts = rows.answers if rows.plain else rows.prompts
-    else:
-        prompts = tuple(str(own[:-1]) for own in rows)
-    return TextRows(prompts, ("",) * len(prompts))
-
-
-def _unlettered(task: str, split: str, answers: Sequence[str]) -> list[str]:
-    """The error for answers that a metric of letters can never count; the paper's tasks may have some."""
-    bad = [i for i, answer in enumerate(answers) if not _is_letter(task, answer)]
-    if not bad or (task in TASKS and len(bad) < len(answers)):
-        return []
-    which = "no answer" if len(bad) == len(answers) else f"the answer of {name_rows(bad)}"
-    begins = "begins" if len(bad) == len(answers) else "does not begin"
-    way = "give the task another name and choose a metric" if task in TASKS else "choose another metric, such as exact"
-    return [
-        f"{which} of {task} ({split}) {begins} with a stand-alone letter A to D, which its metric compares: the "
-        f"same text would count as wrong; the first is {answers[bad[0]].strip()[:40]!r}; write letters (capitals where "
-        f"words follow), or {way}"
-    ]
-
-
-def _letter(answer: str) -> str:
-    return answer.strip()[:1].upper()
-
-
-def _is_letter(task: str, answer: str) -> bool:
-    """Whether an answer begins with a letter that its metric finds in texts: the first of "B: hawkish", not "business".
-
-    The metric of ScienceQA reads first characters alone.
-    """
-    if TRACE_METRICS.get(task) is first_letter_accuracy:
-        return _letter(answer) in LETTERS
-    return bool(re.match(r"\s*[A-D](?![A-Za-z0-9])", answer, re.IGNORECASE) and extract_label(answer))
-
-
-def _pairs(rows: TextRows) -> list[tuple[str, str]]:
-    return list(zip(rows.prompts, rows.answers, strict=True))

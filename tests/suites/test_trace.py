@@ -33,7 +33,7 @@ from smat_fn.scripts.train.joint import joint_run
 from smat_fn.scripts.train.loop import budget
 from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.training import train_run
-from smat_fn.suites import load_suite, task_names, trace
+from smat_fn.suites import load_suite, task_names, trace, trace_rows
 
 EXAMPLE = runpy.run_path(str(Path(__file__).parents[2] / "examples/trace_tiny.py"))
 WORDS = ["hold", "raise", "cut", "the", "rate", "and", "keep", "prices", "stable", "now"]
@@ -530,7 +530,7 @@ def test_a_hub_that_fails_is_asked_once(load, monkeypatch):
         asked.append((source, task, split))
         raise ValueError("cannot be had")
 
-    monkeypatch.setattr(trace, "load_rows", fails)
+    monkeypatch.setattr(trace_rows, "load_rows", fails)
     with pytest.raises(ValueError, match=r"^cannot be had$"):
         load(data="nobody/none")
     assert asked == [("nobody/none", "C-STANCE", "train")]

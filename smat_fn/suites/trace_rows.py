@@ -1,0 +1,102 @@
+"""Rows of language tasks: read, taken apart, and checked for what their metric compares."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..data.rows import Conversation, TextRows, load_conversations, load_rows, take
+from ..errors import name_rows
+from ..evaluate.metrics import TRACE_METRICS, extract_label, first_letter_accuracy, label_accuracy
+
+TASKS = tuple(TRACE_METRICS)  # the paper's seven
+LABELS = label_accuracy, first_letter_accuracy  # of letters
+LETTERS = tuple("ABCD")
+SPLITS = {"train": "train", "dev": "dev", "test": "eval"}  # ours -> the source's
+
+
+def conversations(data: str, task: str, split: str, columns: Any) -> tuple[Conversation, ...]:
+    """The conversations of a split."""
+    return load_conversations(data, task, SPLITS[split], columns=columns)
+
+
+def texts_of(data: str, task: str, split: str, columns: Any, *, choices: bool) -> TextRows:
+    """The prompts and answers, or the plain texts, of a split. Raises: ValueError for images."""
+    asked = {"choices": True} if choices else {}
+    rows = load_rows(data, task, SPLITS[split], columns=columns, **asked)
+    if not isinstance(rows, TextRows):
+        way = "this suite takes prompts and answers: give some, or take --preset images"
+        raise ValueError(f"{data} ({task}, {SPLITS[split]}) holds images, {way}")
+    return rows
+
+
+def size_of(rows: TextRows | Sequence[Conversation]) -> int:
+    """How many rows there are."""
+    return len(rows.answers) if isinstance(rows, TextRows) else len(rows)
+
+
+def hashed(rows: Any) -> Any:
+    """Rows as they are hashed: without the place of choices where there are none, as runs begun before have them."""
+    return rows[: 3 if rows.choices else 2] if isinstance(rows, TextRows) else rows
+
+
+def some_of(rows: Any, places: Sequence[int]) -> Any:
+    """The rows at these places."""
+    return take(rows, places) if isinstance(rows, TextRows) else tuple(rows[i] for i in places)
+
+
+def plain_tasks(every: Mapping[tuple[str, str], TextRows]) -> tuple[frozenset[str], list[str]]:
+    """The tasks of plain texts, and errors for those with both kinds of rows."""
+    splits = dict[str, dict[bool, list[str]]]()
+    for (task, split), rows in every.items():
+        splits.setdefault(task, {}).setdefault(rows.plain, []).append(SPLITS[split])
+    problems = [
+        f"{task} has plain texts in {', '.join(own[True])} and prompts with answers in {', '.join(own[False])}: give "
+        "all its splits rows of one kind"
+        for task, own in splits.items()
+        if len(own) > 1
+    ]
+    return frozenset(task for task, own in splits.items() if True in own), problems
+
+
+def asked_of(rows: TextRows | Sequence[Conversation]) -> TextRows:
+    """Rows as what they ask, without answers: a prompt may have several. Of a plain text it is all."""
+    if isinstance(rows, TextRows):
+        prompts = rows.answers if rows.plain else rows.prompts
+    else:
+        prompts = tuple(str(own[:-1]) for own in rows)
+    return TextRows(prompts, ("",) * len(prompts))
+
+
+def unlettered(task: str, split: str, answers: Sequence[str]) -> list[str]:
+    """The error for answers that a metric of letters can never count; the paper's tasks may have some."""
+    bad = [i for i, answer in enumerate(answers) if not is_letter(task, answer)]
+    if not bad or (task in TASKS and len(bad) < len(answers)):
+        return []
+    which = "no answer" if len(bad) == len(answers) else f"the answer of {name_rows(bad)}"
+    begins = "begins" if len(bad) == len(answers) else "does not begin"
+    way = "give the task another name and choose a metric" if task in TASKS else "choose another metric, such as exact"
+    return [
+        f"{which} of {task} ({split}) {begins} with a stand-alone letter A to D, which its metric compares: the "
+        f"same text would count as wrong; the first is {answers[bad[0]].strip()[:40]!r}; write letters (capitals where "
+        f"words follow), or {way}"
+    ]
+
+
+def letter_of(answer: str) -> str:
+    """The first character of an answer, as a capital."""
+    return answer.strip()[:1].upper()
+
+
+def is_letter(task: str, answer: str) -> bool:
+    """Whether an answer begins with a letter that its metric finds in texts: the first of "B: hawkish", not "business".
+
+    The metric of ScienceQA reads first characters alone.
+    """
+    if TRACE_METRICS.get(task) is first_letter_accuracy:
+        return letter_of(answer) in LETTERS
+    return bool(re.match(r"\s*[A-D](?![A-Za-z0-9])", answer, re.IGNORECASE) and extract_label(answer))
+
+
+def pairs_of(rows: TextRows) -> list[tuple[str, str]]:
+    """Prompt and answer of each row."""
+    return list(zip(rows.prompts, rows.answers, strict=True))
