@@ -782,6 +782,23 @@ MUTANTS = [
         ("vector[module] * coef", "vector[module]"),
     ),
     *_of(
+        "merge/around/pursuit.py:_pursued",
+        (".scatter_(1, indices[:, :t], -1.0)", ""),
+        ("rest = rest - along", "rest = rest - 0.5 * along"),
+        (".abs_()", ""),
+        ("shares + found", "found"),
+    ),
+    *_of(
+        "folders/transplant.py",
+        ("asked.table[asked.shared][found.indices]", "found.indices"),
+        ("torch.where(some, torch.arange(len(some)), -1)", "torch.arange(len(some))"),
+    ),
+    *_of(
+        "folders/inputs/spelling.py",
+        ("(pair[0] in bytes_, pair[0])", "pair[0]"),
+        ("if i not in found and by_role", "if by_role"),
+    ),
+    *_of(
         "folders/combining.py",
         ("max(factors.rank for", "min(factors.rank for"),
         ('"lora_alpha": rank', '"lora_alpha": 2 * rank'),

@@ -100,7 +100,7 @@ def prepare(
     problems += problems_of(check_member, "heads", heads, ("error", "keep"))
     problems += problems_of(check_member, "token_rows", token_rows, get_args(TokenRows))
     problems += flag_problems(overwrite=overwrite, partial=partial)
-    problems += [*problems_of(out_dtypes, out_dtype), *_device_problems(device)]
+    problems += [*problems_of(out_dtypes, out_dtype), *device_problems(device)]
     if tokenizer_from is None and (tokens or pad_to_multiple_of > 1):
         problems.append("tokens and pad_to_multiple_of require tokenizer_from")
     if into is not None:
@@ -134,7 +134,7 @@ def prepare(
     assert start is not None
     coefs = {} if rules is None else coefs_of(floating, rules)
     masks = key if config.random else None
-    place = _place(device)
+    place = device_of(device)
     each = max(1, (usual_chunk(place) if chunk is None else chunk) // workers)
     read = seen(start, *found.values())
     other = frozenset[str]() if config.based else unlike(start, found.values(), each)
@@ -176,7 +176,7 @@ def _base_notes(
     return notes + ([buffers_note(apart, "differs from base's in an expert")] if apart else [])
 
 
-def _place(device: str) -> torch.device:
+def device_of(device: str) -> torch.device:
     """The device of a name, with its number: tensors say cuda:0, which does not equal cuda."""
     place = torch.device(device)
     first = place.type == "cuda" and place.index is None
@@ -253,7 +253,7 @@ def _absence_problems(config: Merger, start: Folder, found: Mapping[str, Folder]
     ]
 
 
-def _device_problems(device: str) -> list[str]:
+def device_problems(device: str) -> list[str]:
     try:
         place = torch.device(device)
     except RuntimeError:

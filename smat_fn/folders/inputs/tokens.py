@@ -60,17 +60,17 @@ def aligned(
     Raises: ValueError that lists the models without a tokenizer that transformers reads, an expert without one as the
         source, a union with tokens of base beyond its rows, and those of ``tokens`` without a row.
     """
-    models = {name: _with_tokenizer(folder) for name, folder in {"base": base, **experts}.items()}
+    models = {name: with_tokenizer(folder) for name, folder in {"base": base, **experts}.items()}
     problems, found = list[str](), dict[str, Any]()
     for name, folder in models.items():
         with errors.collected(problems, folder.label):
-            found[name] = _tokenizer(folder.root)
+            found[name] = tokenizer_of(folder.root)
     if found.get("base") is None and not problems:
         problems.append(f"base: {base.root} has no tokenizer, so rows match no tokens: leave out `tokenizer_from`")
     elif source in found and found[source] is None:
         problems.append(without_tokenizer(source, models[source].root))
     errors.raise_problems(problems)
-    rows = {name: _rows(folder) for name, folder in models.items()}
+    rows = {name: rows_of_tokens(folder) for name, folder in models.items()}
     own = {name: tokenizer or found["base"] for name, tokenizer in found.items()}
     known = {name: dict(tokenizer.get_vocab()) for name, tokenizer in own.items()}
     words = {
@@ -91,7 +91,7 @@ def aligned(
     donors = _donors(table, taking, anchor, size)
     rowless = _rowless(wanted, table, taking) - tokens.keys()
     _place_tokens(tokens, models, wanted, table, donors, known, rows)
-    paths = [path for path, leaf in base.leaves.items() if _of_tokens(path) and leaf.ndim and len(leaf) == rows["base"]]
+    paths = [path for path, leaf in base.leaves.items() if of_tokens(path) and leaf.ndim and len(leaf) == rows["base"]]
     fitted = dict(models)
     for name, folder in models.items():
         for path in paths:
@@ -108,7 +108,7 @@ def aligned(
             fitted[name] = fitted[name].with_leaf(path, torch.empty(shape, dtype=dtype, device="meta"), read)
     changed = {i: wanted[token] for token, i in words["base"].items() if token in wanted and wanted[token] != i}
     start = fitted.pop("base")
-    return Aligned(_resized(start, padded), fitted, files, changed, _notes(words, known, wanted, rowless))
+    return Aligned(resized(start, padded), fitted, files, changed, _notes(words, known, wanted, rowless))
 
 
 def without_tokenizer(source: str, root: Path) -> str:
@@ -131,7 +131,7 @@ def _chosen(
         return _union(own, words)
     if source in models:
         return models[source].root, dict(known[source])
-    tokenizer = _tokenizer(Path(source))
+    tokenizer = tokenizer_of(Path(source))
     if tokenizer is None:
         raise ValueError(f"tokenizer_from is {source!r}: must be base, union, an expert's name or a folder of one")
     return Path(source), dict(tokenizer.get_vocab())
@@ -146,7 +146,7 @@ def _union(own: Mapping[str, Any], words: Mapping[str, Mapping[str, int]]) -> tu
         )
     with TemporaryDirectory() as folder:
         own["base"].save_pretrained(folder)
-        union = _tokenizer(Path(folder))
+        union = tokenizer_of(Path(folder))
         special: dict[str, Any] = {}
         for name, tokenizer in own.items():
             added = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
@@ -168,7 +168,7 @@ def _with_tokens(
         for name, file in (files_of(files, TOKENIZER) if isinstance(files, Path) else files).items():
             (Path(place) / name).parent.mkdir(exist_ok=True)
             (Path(place) / name).write_bytes(file.read_bytes() if isinstance(file, Path) else file)
-        tokenizer = _tokenizer(Path(place))
+        tokenizer = tokenizer_of(Path(place))
     tokenizer.add_tokens(list(new))
     return _saved(tokenizer), dict(tokenizer.get_vocab())
 
@@ -251,12 +251,12 @@ def _padded(read: Read, size: int, width: int) -> Read:
     return padded
 
 
-def _with_tokenizer(folder: Folder) -> Folder:
+def with_tokenizer(folder: Folder) -> Folder:
     """A model with the files of its tokenizer among those that are read: they say which row is of which token."""
     return folder._replace(stores={**folder.stores, **dict.fromkeys(files_of(folder.root, TOKENIZER).values())})
 
 
-def _tokenizer(root: Path) -> Any:
+def tokenizer_of(root: Path) -> Any:
     """The tokenizer of a checkpoint, None where it has none. Raises: ValueError for one that cannot be read."""
     import transformers
 
@@ -268,11 +268,12 @@ def _tokenizer(root: Path) -> Any:
         raise ValueError(f"the tokenizer of {root} cannot be read ({errors.first_line(error)})") from error
 
 
-def _of_tokens(path: str) -> bool:
+def of_tokens(path: str) -> bool:
+    """Whether a leaf has an entry for every token, by its name: embeddings, heads and their biases."""
     return may_be_copy(path) or path.endswith(_BIASES)
 
 
-def _rows(folder: Folder) -> int:
+def rows_of_tokens(folder: Folder) -> int:
     """Rows of the embeddings. Raises: ValueError where no leaf, or leaves of several sizes, hold them."""
     sizes = {len(leaf) for path, leaf in folder.leaves.items() if by_token(path) and leaf.ndim == 2}
     config = config_of(folder.root) | dict(folder.config)
@@ -330,7 +331,7 @@ def _reader(
     return read
 
 
-def _resized(base: Folder, size: int) -> Folder:
+def resized(base: Folder, size: int) -> Folder:
     """Base with its number of tokens in config.json."""
     config = config_of(base.root) | dict(base.config)
     if "vocab_size" in config:

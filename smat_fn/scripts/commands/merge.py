@@ -10,6 +10,7 @@
     python merge.py export merged/emr --base MODEL --task TASK --out published
     python merge.py extract-lora --base MODEL --expert EXPERT --rank 16 --out adapter
     python merge.py adapters --experts ADAPTER ADAPTER@0.5 --rank 16 --out adapter
+    python merge.py transplant-tokenizer --model MODEL --tokenizer-from OTHER --out transplanted
 
 `merge.py ties --help` explains the main options, --help-all all of them. Each merged model is written to the
 folder --out/MERGER, with a model card (README.md). With --search or --calibrate, models are merged in memory and scored

@@ -180,6 +180,31 @@ def adapter_card(manifest: Mapping[str, Any]) -> str:
     return _with_metadata("\n".join(lines), metadata)
 
 
+def transplanted_card(manifest: Mapping[str, Any]) -> str:
+    """The model card of a model with another model's tokenizer: tokens, method, SHA-256 hashes and fingerprints."""
+    label, other = _text(manifest["label"]), _text(manifest["tokenizer_from"])
+    tokens = manifest["tokens"]
+    lines = [
+        f"# {label} with the tokenizer of {other}",
+        "",
+        f"{tokens['shared']} of {tokens['all']} tokens have the rows of {label}. The other rows were approximated, "
+        f"not trained: {_options(manifest['hyperparameters'])}. All other weights are those of {label}.",
+    ]
+    lines += [f"\nNote: {_text(note)}." for note in manifest["notes"]]
+    of_base, theirs = _licenses(manifest)
+    lines += _other_licenses(of_base, theirs, "models")
+    lines += ["", f"Model `{manifest['source_fingerprint']}`, written weights `{manifest['fingerprint']}`."]
+    lines += _hashes(manifest)
+    lines += ["", ", ".join(f"{name} {version}" for name, version in manifest["versions"].items()) + ".", ""]
+    metadata = {
+        "base_model": model_ids(manifest["base_model"]),
+        "library_name": _library(manifest),
+        **_license_metadata(of_base),
+        "tags": ["smat_fn"],
+    }
+    return _with_metadata("\n".join(lines), metadata)
+
+
 def _hashes(manifest: Mapping[str, Any]) -> list[str]:
     """Tables of the files that were written and read, if the manifest names them."""
     if not (files := manifest.get("files")):

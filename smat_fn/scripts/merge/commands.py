@@ -15,6 +15,7 @@ from .settings import (
     Moe,
     RegMeanPlus,
     Statistics,
+    TransplantTokenizer,
     Transport,
     Verify,
 )
@@ -45,4 +46,5 @@ COMMANDS: dict[str, Command] = {
     "adapters": (printing(".adapters", "merge"), MergeAdapters),
     "transport": (printing(".transport", "transport"), Transport),
     "moe": (printing(".moe", "make"), Moe),
+    "transplant-tokenizer": (printing(".transplanting", "transplant"), TransplantTokenizer),
 }

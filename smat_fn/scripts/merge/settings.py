@@ -95,6 +95,34 @@ class ExtractLora:
 
 
 @dataclass(frozen=True)
+class TransplantTokenizer:
+    """Give a model the tokenizer of another model; embeddings of tokens that it lacks are approximated."""
+
+    model: Path
+    """Model: a folder, or a hub name."""
+    tokenizer_from: Path
+    """Model with the new tokenizer: a folder, or a hub name. Methods subtokens and mean need no weights there."""
+    out: Path
+    """Folder for the model with the new tokenizer."""
+    method: Literal["omp", "nearest", "subtokens", "mean"] = "omp"
+    """Row of a token that the model lacks. omp: orthogonal matching pursuit, the sum of --k rows that approximates the
+    token's row in the other model, of this model's rows; nearest: mean of the --k rows nearest to it there, weighted by
+    cosine; subtokens: mean of the rows of the tokens that its text is split into; mean: mean of all rows."""
+    k: int = 64
+    """With omp and nearest: number of tokens of both models in a sum."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Device that searches for these tokens."""
+    dry_run: bool = False
+    """Check all inputs and print tokens, disk space and operations; write nothing."""
+    shard_size: str = "5GB"
+    """Maximum size of a weight file, e.g. 500MB or 5GB."""
+    overwrite: bool = False
+    """Replace a model that exists."""
+    threads: int = 1
+    """CPU threads."""
+
+
+@dataclass(frozen=True)
 class MergeAdapters:
     """Merge LoRA adapters of one base into one adapter, without reading the base."""
 
