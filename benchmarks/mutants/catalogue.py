@@ -783,11 +783,11 @@ MUTANTS = [
     ),
     *_of(
         "merge/around/pursuit.py:_pursued",
-        (".scatter_(1, indices[:, :t], -1.0)", ""),
         ("rest = rest - along", "rest = rest - 0.5 * along"),
         (".abs_()", ""),
         ("shares + found", "found"),
     ),
+    *_of("merge/around/pursuit.py:combined", ("(1 - c.sum(1, keepdim=True)) * centre", "centre")),
     *_of(
         "folders/transplant.py",
         ("asked.table[asked.shared][found.indices]", "found.indices"),

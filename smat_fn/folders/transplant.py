@@ -28,8 +28,8 @@ from .run import Describe, Report, room_problems, write_job
 from .streaming.chunks import Job
 from .writing import Shard, layout, work_folder
 
-Method: TypeAlias = Literal["omp", "nearest", "subtokens", "mean"]
-_BY_ROWS = "omp", "nearest"  # methods that read the donor's embeddings
+Method: TypeAlias = Literal["omp", "omp-centred", "nearest", "subtokens", "mean"]
+_BY_ROWS = "omp", "omp-centred", "nearest"  # methods that read the donor's embeddings
 _HEADS = "lm_head.weight", "embed_out.weight", "decoder.weight", "projector.weight", "proj_out.weight", "bias"
 
 
@@ -44,6 +44,7 @@ class Transplant(NamedTuple):
     new: Spelling
     found: dict[int, int]  # the model's token of every token that both have
     table: Tensor  # the model's row of every row of the output, -1 where it has none
+    known: Tensor  # the model's tokens that have a row
     shared: Tensor  # tokens that both have, with a row in the donor
     lacking: Tensor  # tokens that are approximated
     notes: tuple[str, ...]
@@ -58,7 +59,7 @@ class Transplant(NamedTuple):
         """Those of the search for sums."""
         sources = {self.source_of(path) for path in self.paths} if self.donor.leaves else set[str]()
         widths = sum(self.donor.leaves[source].shape[1] for source in sources)
-        return 2.0 * len(self.lacking) * len(self.shared) * widths * (self.k if self.method == "omp" else 1)
+        return 2.0 * len(self.lacking) * len(self.shared) * widths * (1 if self.method == "nearest" else self.k)
 
     def source_of(self, path: str) -> str:
         """The donor's matrix for one of these leaves: its head for a head, where it has one of its own."""
@@ -78,8 +79,9 @@ def open_transplant(model: Path, tokenizer_from: Path, *, method: Method = "omp"
         model: folder or hub name of the model.
         tokenizer_from: folder or hub name of the donor, a model; for methods that read no embeddings a tokenizer.
         method: of tokens that the model lacks. omp: `matching_pursuit` of the donor's row over its rows of shared
-            tokens, and the same sum of the model's rows; nearest: the same by `nearest`; subtokens: the mean row of the
-            tokens into which the model's tokenizer splits the token's text; mean: the mean row.
+            tokens, and the same sum of the model's rows; omp-centred: the same of differences from the mean of these
+            rows, in both; nearest: the same by `nearest`; subtokens: the mean row of the tokens into which the model's
+            tokenizer splits the token's text; mean: the mean row.
         k: number of shared tokens in a sum.
 
     Raises: ValueError that lists every problem of options, tokenizers and headers.
@@ -110,9 +112,8 @@ def open_transplant(model: Path, tokenizer_from: Path, *, method: Method = "omp"
         notes.append(f"{lost} tokens of the model are not in the new tokenizer: dropped")
     if rowless := len(new_ones) - len(lacking):
         notes.append(f"{rowless} new tokens have no row in {donor.root}: they get the mean row")
-    return Transplant(
-        own, donor, method, k, old, new, found, table, shared, torch.tensor(lacking, dtype=torch.long), tuple(notes)
-    )
+    tensors = table, torch.tensor(known), shared, torch.tensor(lacking, dtype=torch.long)
+    return Transplant(own, donor, method, k, old, new, found, *tensors, tuple(notes))
 
 
 def _spelling(label: str, root: Path) -> Spelling:
@@ -147,7 +148,7 @@ def transplanted(asked: Transplant, device: torch.device) -> tuple[Folder, str]:
     whole, digest, sums = resized(asked.model, len(asked.table)), hashlib.sha256(), dict[str, Sparse]()
     for path in asked.paths:
         leaf = asked.model.leaf(path)
-        made = torch.cat([_approximated(asked, path, leaf, sums, device), _mean(asked, leaf)])
+        made = torch.cat([_approximated(asked, path, leaf, sums, device), _mean(leaf, asked.known).to(leaf.dtype)])
         digest.update(made.contiguous().view(torch.uint8).numpy().tobytes())
         place = torch.full_like(asked.table, -1)  # the mean row, of tokens and padding without another one
         some = (made[:-1] != 0).reshape(len(made) - 1, made[0].numel()).any(1)
@@ -172,17 +173,20 @@ def _approximated(asked: Transplant, path: str, leaf: Tensor, sums: dict[str, Sp
         points, targets = (rows[own].float() for own in (asked.shared, asked.lacking))
         if not (tree.is_finite(points) and tree.is_finite(targets)):
             raise ValueError(f"parameter {source!r} of {asked.donor.root} holds values that are NaN or infinite")
-        find = matching_pursuit if asked.method == "omp" else nearest
+        if asked.method == "omp-centred":
+            points, targets = (own - points.mean(0) for own in (points, targets))
+        find = nearest if asked.method == "nearest" else matching_pursuit
         found = find(points.to(device), targets.to(device), asked.k)
         sums[source] = found._replace(indices=asked.table[asked.shared][found.indices])
-    return combined(leaf, sums[source])
+    centre = _mean(leaf, asked.table[asked.shared]) if asked.method == "omp-centred" else None
+    made = combined(leaf, sums[source], centre)
+    made[~(asked.donor.leaf(source)[asked.lacking] != 0).any(1)] = 0
+    return made
 
 
-def _mean(asked: Transplant, leaf: Tensor) -> Tensor:
-    """The mean row of the model's tokens, (1, ...), rounded once."""
-    ids = torch.tensor([i for i in asked.old.tokens() if i < len(leaf)])
-    total = torch.stack([leaf[some].double().sum(0) for some in ids.split(4096)]).sum(0, keepdim=True)
-    return (total / len(ids)).to(leaf.dtype)
+def _mean(leaf: Tensor, ids: Tensor) -> Tensor:
+    """The mean of some rows, (1, ...), float64."""
+    return torch.stack([leaf[some].double().sum(0) for some in ids.split(4096)]).sum(0, keepdim=True) / len(ids)
 
 
 def _reader(asked: Transplant, path: str, made: Tensor, place: Tensor) -> Read:

@@ -158,6 +158,21 @@ def test_a_new_token_gets_the_sum_of_the_models_rows_that_its_row_is_of_the_dono
     assert (config.vocab_size, config.hidden_size) == (18, 24)
 
 
+def test_centred_sums_are_of_differences_from_the_mean_of_the_shared_rows(tmp_path):
+    shared = ["<unk>", *(f"t{i}" for i in range(15))]
+    words(tmp_path / "model", [*shared, "old"])
+    words(tmp_path / "donor", [*shared, "new"])
+    before, donor = llama(tmp_path / "model", tied=True), llama(tmp_path / "donor", width=32, tied=True)
+    rows = 8 * torch.eye(16, 32)
+    middle = rows.mean(0)
+    donor[EMBEDDINGS] = torch.stack([*rows, middle + 3 * (rows[4] - middle) - (rows[9] - middle)]) + 7
+    save_file(donor, tmp_path / "donor/model.safetensors", {"format": "pt"})
+    after, *_ = made(tmp_path / "model", tmp_path / "donor", tmp_path / "out", method="omp-centred", k=2)
+    own = before[EMBEDDINGS][:16].double()
+    wanted = own.mean(0) + 3 * (own[4] - own.mean(0)) - (own[9] - own.mean(0))
+    torch.testing.assert_close(after[EMBEDDINGS][16], wanted.float(), rtol=1e-5, atol=1e-5)
+
+
 def test_rows_of_which_nothing_is_known_are_the_models_mean_row(tmp_path):
     words(tmp_path / "model", ["<unk>", "a", "b"])
     words(tmp_path / "donor", ["<unk>", "a", "b", "zero", "none"])
@@ -167,14 +182,14 @@ def test_rows_of_which_nothing_is_known_are_the_models_mean_row(tmp_path):
         donor[path][3] = 0
         donor[path] = donor[path][:4].clone()
     save_file(donor, tmp_path / "donor/model.safetensors", {"format": "pt"})
-    for method in ("omp", "nearest", "subtokens", "mean"):
+    for method in ("omp", "omp-centred", "nearest", "subtokens", "mean"):
         after, _, report = made(tmp_path / "model", tmp_path / "donor", tmp_path / method, method=method, k=2)
         for path in (EMBEDDINGS, HEAD):
             mean = before[path][:3].double().mean(0).float()
             # config.json of the donor has 7 rows: of those of no token the model has one
             assert torch.equal(after[path], torch.stack([*before[path][:3], mean, mean, before[path][3], mean]))
         rowless = [f"1 new tokens have no row in {tmp_path / 'donor'}: they get the mean row"]
-        assert [*report.notes] == (rowless if method in ("omp", "nearest") else [])
+        assert [*report.notes] == ([] if method in ("subtokens", "mean") else rowless)
 
 
 def test_tokens_of_one_text_match_whatever_alphabet_spells_them(tmp_path):
@@ -184,7 +199,7 @@ def test_tokens_of_one_text_match_whatever_alphabet_spells_them(tmp_path):
     sp, own = (spelling_of("x", tokenizer_of(tmp_path / name)) for name in ("sp", "bytes"))
     by_piece, by_byte = ids_of(tmp_path / "sp"), ids_of(tmp_path / "bytes")
     found = matches(sp, own, len(by_piece))
-    for theirs, ours in {"Ġthe": "▁the", "a": "a", "Ċ": "<0x0A>", "Ã": "<0xC3>", "<|end|>": "</s>"}.items():
+    for theirs, ours in {"Ġthe": "▁the", "Ġ": "▁", "a": "a", "Ċ": "<0x0A>", "Ã": "<0xC3>", "<|end|>": "</s>"}.items():
         assert found[by_byte[theirs]] == by_piece[ours], theirs
     assert by_byte["the"] not in found or found[by_byte["the"]] == by_piece["the"]
     back = matches(own, sp, len(by_byte))

@@ -87,3 +87,10 @@ def test_sums_of_rows_are_rounded_once():
     rows = torch.tensor([[1.0], [2.0**-8], [2.0**-8]], dtype=torch.bfloat16)
     found = combined(rows, Sparse(torch.tensor([[0, 1, 2]]), torch.ones(1, 3, dtype=torch.float64)))
     assert found.item() == 1 + 2**-7  # half of the last place of 1 each: rounded after each sum it stays 1
+
+
+def test_what_coefficients_lack_to_one_is_taken_of_the_centre():
+    rows, centre = drawn(5, 3, 4), drawn(6, 1, 4).double()
+    found = Sparse(torch.tensor([[0, 2]]), torch.tensor([[0.5, 2.0]], dtype=torch.float64))
+    wanted = centre + 0.5 * (rows[0].double() - centre) + 2 * (rows[2].double() - centre)
+    torch.testing.assert_close(combined(rows, found, centre), wanted.float())

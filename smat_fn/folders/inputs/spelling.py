@@ -85,7 +85,7 @@ def matches(model: Spelling, donor: Spelling, rows: int) -> dict[int, int]:
     """The model's token for the donor's tokens that it has too, by their ids: of the same text, or of the same role.
 
     A special token matches only special ones, by its text first. Of several tokens of one text the one of the same
-    spelling counts, else the first, a piece before the byte that SentencePiece falls back to.
+    spelling counts, else the first, but a byte that SentencePiece falls back to comes last.
 
     Args: rows: of the model: tokens behind the last one do not count.
     """

@@ -23,9 +23,9 @@ class Sparse(NamedTuple):
 def matching_pursuit(points: Tensor, targets: Tensor, k: int) -> Sparse:
     """x ≈ Σ_{j ≤ k} c_j p_{i_j} of every target x, by orthogonal matching pursuit.
 
-    i_{t+1} = argmax_i |⟨r_t, p_i⟩| over the points not taken yet, r_t = x − Σ_{j ≤ t} c_j p_{i_j} with the c that
-    minimise ‖r_t‖. Points that depend on those taken, and all once r_t is zero up to rounding, have c = 0. Inner
-    products with the points are float32, all else is float64: a QR decomposition that grows by a column a step.
+    i_{t+1} = argmax_i |⟨r_t, p_i⟩|, r_t = x − Σ_{j ≤ t} c_j p_{i_j} with the c that minimise ‖r_t‖. Points that depend
+    on those taken, and all once r_t is zero up to rounding, have c = 0. Inner products with the points are float32,
+    all else is float64: a QR decomposition that grows by a column a step.
 
     Args:
         points: p, float32 (n, width), on any device.
@@ -53,8 +53,7 @@ def _pursued(points: Tensor, targets: Tensor, k: int) -> Sparse:
         unlike = rest.norm(dim=1) > least
         if not bool(unlike.any()):
             break
-        scores = (rest.float() @ points.mT).abs_().scatter_(1, indices[:, :t], -1.0)
-        indices[:, t] = scores.argmax(1)
+        indices[:, t] = (rest.float() @ points.mT).abs_().argmax(1)
         taken = points[indices[:, t]].double()
         new, shares = taken, rest.new_zeros(count, t)
         for _ in range(2):  # the second time removes what rounding has left
@@ -91,10 +90,17 @@ def _by_blocks(find: Callable[[Tensor], Sparse], targets: Tensor, size: int) -> 
     return Sparse(torch.cat([own.indices for own in found]).cpu(), torch.cat([own.coefs for own in found]).cpu())
 
 
-def combined(rows: Tensor, sparse: Sparse) -> Tensor:
-    """Σ_j c_j rows[i_j] in float64, rounded once to the dtype of ``rows``, (n, ...)."""
+def combined(rows: Tensor, sparse: Sparse, centre: Tensor | None = None) -> Tensor:
+    """Σ_j c_j rows[i_j] + (1 − Σ_j c_j) centre, in float64, rounded once to the dtype of ``rows``, (n, ...).
+
+    Args: centre: one row in float64, default 0.
+    """
     flat = rows.reshape(len(rows), -1)
-    size = max(1, MEMORY // (8 * flat.shape[1] * max(1, sparse.indices.shape[1])))
-    blocks = zip(sparse.indices.split(size), sparse.coefs.split(size), strict=True)
-    made = [(c.unsqueeze(1) @ flat[i].double()).squeeze(1).to(rows.dtype) for i, c in blocks]
+    size = max(1, MEMORY // (8 * flat.shape[1] * sparse.indices.shape[1]))
+    made = list[Tensor]()
+    for i, c in zip(sparse.indices.split(size), sparse.coefs.split(size), strict=True):
+        sums = (c.unsqueeze(1) @ flat[i].double()).squeeze(1)
+        if centre is not None:
+            sums += (1 - c.sum(1, keepdim=True)) * centre.view(1, -1)
+        made.append(sums.to(rows.dtype))
     return torch.cat(made).view(-1, *rows.shape[1:])

@@ -104,12 +104,13 @@ class TransplantTokenizer:
     """Model with the new tokenizer: a folder, or a hub name. Methods subtokens and mean need no weights there."""
     out: Path
     """Folder for the model with the new tokenizer."""
-    method: Literal["omp", "nearest", "subtokens", "mean"] = "omp"
+    method: Literal["omp", "omp-centred", "nearest", "subtokens", "mean"] = "omp"
     """Row of a token that the model lacks. omp: orthogonal matching pursuit, the sum of --k rows that approximates the
-    token's row in the other model, of this model's rows; nearest: mean of the --k rows nearest to it there, weighted by
-    cosine; subtokens: mean of the rows of the tokens that its text is split into; mean: mean of all rows."""
+    token's row in the other model, of this model's rows; omp-centred: the same of differences from the mean row;
+    nearest: mean of the --k rows nearest to it there, weighted by cosine; subtokens: mean of the rows of the tokens
+    that its text is split into; mean: mean of all rows."""
     k: int = 64
-    """With omp and nearest: number of tokens of both models in a sum."""
+    """With omp, omp-centred and nearest: number of tokens of both models in a sum."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device that searches for these tokens."""
     dry_run: bool = False
