@@ -29,6 +29,7 @@ BENCHMARKS = {
     "merge": "merging folders against mergekit in another Python (--mergekit PYTHON; tens of minutes)",
     "backbones": "pretrained backbones that packages ship, converted and checked (a minute, 300 MB of downloads)",
     "when-it-pays": "the gain over FT against interference, experts and rates, from all stored runs (runs nothing)",
+    "transplants": "rows of new tokens by every method of transplant-tokenizer, on SmolLM2 (some minutes on 2 cores)",
     "families": "families of transformers, tiny: trained, merged, published, adapters; docs/families.md (a minute)",
     "fuzz": "malformed folders and flags for merge.py: a line each, never a traceback (300 cases, about a minute)",
     "mutants": "small faults put into the library, each of which a test of its folder must find (an hour on one core)",

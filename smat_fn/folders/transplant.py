@@ -28,7 +28,7 @@ from .run import Describe, Report, room_problems, write_job
 from .streaming.chunks import Job
 from .writing import Shard, layout, work_folder
 
-Method: TypeAlias = Literal["omp", "omp-centred", "nearest", "subtokens", "mean"]
+Method: TypeAlias = Literal["omp-centred", "omp", "nearest", "subtokens", "mean"]
 _BY_ROWS = "omp", "omp-centred", "nearest"  # methods that read the donor's embeddings
 _HEADS = "lm_head.weight", "embed_out.weight", "decoder.weight", "projector.weight", "proj_out.weight", "bias"
 
@@ -72,7 +72,7 @@ def _by_token(folder: Folder) -> list[str]:
     return [path for path, leaf in folder.leaves.items() if of_tokens(path) and leaf.ndim and len(leaf) == rows]
 
 
-def open_transplant(model: Path, tokenizer_from: Path, *, method: Method = "omp", k: int = 64) -> Transplant:
+def open_transplant(model: Path, tokenizer_from: Path, *, method: Method = "omp-centred", k: int = 64) -> Transplant:
     """The tokens of both, matched (`spelling.matches`); of weights headers alone are read.
 
     Args:

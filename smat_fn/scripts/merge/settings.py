@@ -104,9 +104,9 @@ class TransplantTokenizer:
     """Model with the new tokenizer: a folder, or a hub name. Methods subtokens and mean need no weights there."""
     out: Path
     """Folder for the model with the new tokenizer."""
-    method: Literal["omp", "omp-centred", "nearest", "subtokens", "mean"] = "omp"
+    method: Literal["omp-centred", "omp", "nearest", "subtokens", "mean"] = "omp-centred"
     """Row of a token that the model lacks. omp: orthogonal matching pursuit, the sum of --k rows that approximates the
-    token's row in the other model, of this model's rows; omp-centred: the same of differences from the mean row;
+    token's row in the other model, of this model's rows; omp-centred: the same of differences from the mean rows;
     nearest: mean of the --k rows nearest to it there, weighted by cosine; subtokens: mean of the rows of the tokens
     that its text is split into; mean: mean of all rows."""
     k: int = 64
