@@ -1359,7 +1359,7 @@ def betas_among(sources, bounds, less, limits, edges, exponents, products, writt
         limits: uint32 (experts, n, 2), as `among`'s, of each expert; edges: the same numbers as float32; exponents,
         products: float64 (experts, size), the arguments of the exponential and of the hyperbolic tangent where these
         are left; written: int64 (experts,), how many; counts: int64 (experts, n, 4), as `among`'s, of the others.
-    Returns: the largest magnitude of a task vector, as bits; if it is not finite, nothing else is right.
+    Returns: the largest magnitude of a task vector or of their sum, as bits; if not finite, nothing else is right.
     """
     count, size = exponents.shape
     rows, total, near = np.empty((count, TILE), np.float32), np.empty(TILE, np.float64), np.empty(TILE, np.float32)
@@ -1372,6 +1372,7 @@ def betas_among(sources, bounds, less, limits, edges, exponents, products, writt
             largest = max(largest, _added(rows[i], n, i, total))
         for j in range(n):
             near[j] = total[j]
+            largest = max(largest, _size(near[j]))
         for i in range(count):
             row, low, high = rows[i], bounds[i, 0], bounds[i, 1]
             width = high - low if high > low else np.inf
@@ -1649,7 +1650,7 @@ def fused(sources, start, size, length, divergences, threshold, coef, target):  
         for j in range(n):
             largest = max(largest, max(_size(one[j]), _size(two[j])))
             delta = two[j] - one[j]
-            factor = coef if abs(delta) * divergence >= threshold else float32(0)
+            factor = coef * float32(abs(delta) * divergence >= threshold)
             one[j] = delta * factor + one[j]
             change[j] = one[j] - origin[j]
         written = max(written, _write(one, n, change, target, first, error, sums))

@@ -71,8 +71,9 @@ CONFIGS = {  # and the loops that they take
     "slerp along a leaf": (of.Slerp(coef=0.3, arc="leaf"), "averaged gram"),
     "slerp along rows": (of.Slerp(coef=0.3, arc="last"), ""),
     "arcee_fusion": (of.ArceeFusion(coef=0.7), "among fused"),
+    "arcee_fusion, away": (of.ArceeFusion(coef=-0.7), "among fused"),
 }
-FEWER = {"nuslerp": 2, "nearswap": 1, "arcee_fusion": 2} | {name: 2 for name in CONFIGS if name.startswith("slerp")}
+FEWER = {"nuslerp": 2, "nearswap": 1} | {name: 2 for name in CONFIGS if name.startswith(("slerp", "arcee"))}
 GLOBAL = "ties", "ties mean", "ties of none", "pcb", "pcb by expert"
 LOOPS = sorted({loop for _, names in CONFIGS.values() for loop in names.split()})
 F, B, H, D = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -313,6 +314,18 @@ def test_exponentials_are_computed_where_a_place_is_in_doubt(scale, many, monkey
     if scale in (1e-3, 1e-12):
         assert sum(computed[:3]) < 0.1 * rows.numel()
     assert sum(computed[3:6]) == rows.numel()
+
+
+def test_a_sum_beyond_float32_leaves_beta_to_torch():
+    pcb, loops = sys.modules["smat_fn.merge.pcb"], execution.loops()
+    deltas = torch.full((3, 64), 3e38)
+    deltas[0] = torch.linspace(1e-40, 4e-39, 64)  # times the sum of 6e38: 0.06 to 2.4
+    betas = pcb.Betas(list(deltas), [pcb.Bounds(0.0, 1.0), *[pcb.Bounds(0.0, 3e38)] * 2], F)
+    keys = numpy.sort(sampled._keys(betas.numbers().numpy()), 1)
+    limits = numpy.stack([keys[:, 5], keys[:, 5] + 1], 1)[:, None]
+    counts, _ = betas.among(loops, limits)
+    assert (counts == sampled.among(loops, betas.numbers(), limits)[0]).all()
+    assert counts[0, 0].tolist() == [5, 1, 0, 0]
 
 
 def test_bounds_that_float32_does_not_hold(calls):
