@@ -418,6 +418,12 @@ def test_dare_rescales_by_the_realised_probability():
     assert set(rare.tolist()) == {0.0, 65536.0}
 
 
+def test_nothing_stays_of_an_expert_whose_norm_is_nan():
+    base, vectors = {"w": torch.ones(3)}, [{"w": torch.tensor([1.0, math.nan, 2.0])}, {"w": torch.ones(3)}]
+    merged = merge.dare(KEY, base, vectors, coef=0.7, drop_prob=0.3, rescale=True, densities={"0": 0.0})
+    assert torch.equal(merged["w"], base["w"])
+
+
 def test_della_of_one_expert_without_window_is_dare(family):
     base, experts = family(count=1)
     left = merge.della_vector(KEY, base, experts, drop_prob=0.4, window=0.0)

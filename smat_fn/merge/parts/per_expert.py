@@ -296,7 +296,7 @@ class Summed(Weighted):
 
 
 def _ratio(before: float, after: float) -> float:
-    return 1.0 if min(before, after) < _SMALL else before / after
+    return 1.0 if before < _SMALL or after < _SMALL else before / after
 
 
 @dataclass(frozen=True, kw_only=True)
