@@ -20,7 +20,7 @@ from .parts.looped import INFINITE, sources
 from .parts.merger import UNKNOWN, WIDE, Mapped, Rule, merged, vector_function
 from .parts.per_expert import Numbers, Weighted
 from .parts.ranks import BINS
-from .parts.sampled import Counter, Found, among, numbers_of, ordered, step_of
+from .parts.sampled import Counter, Found, among, from_keys, ordered, step_of
 
 _EXPERTS = 88  # the largest N whose exp(N) is below infinity in float32
 CACHED = 1 << 16  # coordinates over all experts
@@ -89,7 +89,7 @@ class Betas(NamedTuple):
 
     def among(self, loops: ModuleType, limits: Any) -> Found:
         """As of `sampled.Formed`: exponentials of those numbers alone whose place is in doubt."""
-        count, edges, given = len(self.deltas), numbers_of(limits), numpy.array(self.bounds)
+        count, edges, given = len(self.deltas), from_keys(limits), numpy.array(self.bounds)
         for place, beyond in enumerate((-math.inf, math.inf)):  # keys of no number
             edges[..., place][numpy.isnan(edges[..., place])] = beyond
         shape, written = (count, len(self.deltas[0])), numpy.zeros(count, numpy.int64)

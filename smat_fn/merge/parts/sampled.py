@@ -115,7 +115,7 @@ def _by_loops(
         found = list(map(order, counts, limits, places))
         known = [each.bits for each in found if each is not None]
         if len(known) == len(places):
-            return list(torch.from_numpy(numbers_of(known)).view(-1, len(ranks)).double().T[..., None])
+            return list(torch.from_numpy(from_keys(known)).view(-1, len(ranks)).double().T[..., None])
         shares = [(p - c.below - c.at_low) / max(c.inside, 1) for c, p in zip(counts, places, strict=True)]
         if not all(each or 0 < share <= 1 for each, share in zip(found, shares, strict=True)):
             break
@@ -149,7 +149,7 @@ def _keys(values: Any) -> Any:
     return bits ^ numpy.where(bits >> 31, numpy.uint32(0xFFFFFFFF), numpy.uint32(1 << 31))
 
 
-def numbers_of(keys: Any) -> Any:
+def from_keys(keys: Any) -> Any:
     """The inverse of `_keys`."""
     bits = numpy.asarray(keys, numpy.uint32)
     return (bits ^ numpy.where(bits >> 31, numpy.uint32(1 << 31), numpy.uint32(0xFFFFFFFF))).view(numpy.float32)
