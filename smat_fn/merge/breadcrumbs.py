@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -105,8 +105,9 @@ class Breadcrumbs(Sparse):
     largest: Mapping[str, float] = field(default_factory=dict, hash=False, kw_only=True)
     """Value of --drop-largest by expert name."""
 
-    def density(self) -> float:
-        return round(1 - self.drop_smallest - self.drop_largest, 12)
+    def density(self, name: str) -> float | None:
+        largest: Any = self.largest.get(name, self.drop_largest)
+        return None if isinstance(largest, Mapping) else round(1 - self.drop_smallest - largest, 12)
 
     def problems(self, experts: Experts) -> list[str]:
         shares = {"drop_smallest": self.drop_smallest, "drop_largest": self.drop_largest}

@@ -265,7 +265,7 @@ class Ties(Sparse):
 
     present = True
 
-    def density(self) -> float | None:
+    def density(self, name: str) -> float | None:
         return self.keep
 
     def trimming(self) -> Trimming:

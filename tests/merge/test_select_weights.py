@@ -149,6 +149,8 @@ def test_densities_of_mergers_are_those_of_experts_or_the_one_of_all():
         assert merge.with_numbers(config, {"densities": {"b": own, "a": 0.9}}) is config
         new = {"densities": {"b": 0.5, "a": 0.25}, "weights": {"b": 2.0, "a": 1.0}}
         assert merge.numbers_of(merge.with_numbers(config, new), names, list(new)) == new
+    crumbs = Breadcrumbs(drop_smallest=0.3, drop_largest=0.1, largest={"a": 0.4})
+    assert merge.numbers_of(crumbs, names, ["densities"]) == {"densities": {"b": 0.6, "a": 0.3}}
 
 
 BOTH = {"weights": {"a": 0.4, "b": 1.7}, "densities": {"a": 0.1, "b": 0.5}}
@@ -212,6 +214,11 @@ def test_densities_stay_where_the_merger_takes_them(config, low, high, up):
         (Ties(keep=0.5), ["weights", "weights"], r"over is \['weights', 'weights'\], must be weights or"),
         (Ties(keep=0.5), ["windows"], r"over is \['windows'\], must be weights or densities, or both"),
         (Ties(), ["densities"], "the density of 'a' is None, must be a number"),
+        (
+            Breadcrumbs(drop_smallest=0.3, drop_largest=0.1, largest={"a": {"x": 0.4}}),
+            ["densities"],
+            "the density of 'a' is None, must be a number",
+        ),
         (Ties(keep=0.5, densities={"a": 0.0}), ["densities"], "needs at least two densities other than 0, of"),
         (Ties(keep=0.5), ["weights", "densities"], "at least 8: a generation of 2 weights and 2 densities"),
     ],

@@ -31,8 +31,8 @@ def numbers_of(config: Merger, names: Sequence[str], over: Sequence[str] = ("wei
     for option in over:
         own: Any = vars(config)[option]
         given = own if isinstance(own, Mapping) else dict(zip(names, own, strict=False))
-        default = 1.0 if option == "weights" else _sparse(config).density()
-        found[option] = {name: given.get(name, default) for name in names}
+        default: Callable[[str], Any] = (lambda _: 1.0) if option == "weights" else _sparse(config).density
+        found[option] = {name: given[name] if name in given else default(name) for name in names}
     return found
 
 

@@ -308,8 +308,8 @@ class Sparse(Summed):
     rescale: bool = False
     """Scale kept entries to the original L1 norm of each parameter; dare and della then divide by no probability."""
 
-    def density(self) -> float | None:
-        """The fraction of coordinates that is kept of experts without a density of their own."""
+    def density(self, name: str) -> float | None:
+        """The fraction of coordinates that is kept of an expert without a density of its own; None: no single one."""
         drop_prob = vars(self)["drop_prob"]
         return None if drop_prob is None else round(1 - drop_prob, 12)
 
