@@ -476,7 +476,11 @@ MUTANTS = [
         ("- size * size * float32(0.34)", ""),
         ("lower if agrees else -upper", "lower"),
     ),
-    *_of("_loops.py:betas_among", ("counts[i, k, 0] -= int64(most[j] < edges[i, k, 0])", "pass")),
+    *_of(
+        "_loops.py:betas_among",
+        ("counts[i, k, 0] -= int64(most[j] < edges[i, k, 0])", "pass"),
+        ("largest = max(largest, _size(near[j]))", "pass"),
+    ),
     *_of("_loops.py:_is_near", ("return exact and", "return")),
     *_of("_loops.py:_zero_among", ("limits[k, 0] < key < limits[k, 1]", "False")),
     *_of("_loops.py:_times", ("row[j] *= weight", "pass")),
@@ -489,6 +493,10 @@ MUTANTS = [
     *_of(
         "_loops.py:fused",
         ("abs(delta) * divergence >= threshold", "abs(delta) * divergence > threshold"),
+        (
+            "coef * float32(abs(delta) * divergence >= threshold)",
+            "coef if abs(delta) * divergence >= threshold else float32(0)",
+        ),
         ("max(_size(one[j]), _size(two[j]))", "_size(two[j])"),
     ),
     *_of("_loops.py:nth_equal", ("if met == left:", "if met > left:")),

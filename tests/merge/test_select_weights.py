@@ -210,6 +210,8 @@ def test_densities_stay_where_the_merger_takes_them(config, low, high, up):
     [
         (TaskArithmetic(), ["densities"], "trials: ta takes no densities by expert, leave over out"),
         (TaskArithmetic(), "weights", "over is 'weights', must be weights or densities, or both"),
+        (Ties(keep=0.5), None, "over is None, must be weights or densities, or both"),
+        (Ties(keep=0.5), [["weights"]], r"over is \[\['weights'\]\], must be weights or densities, or both"),
         (Ties(keep=0.5), [], r"over is \[\], must be weights or densities, or both"),
         (Ties(keep=0.5), ["weights", "weights"], r"over is \['weights', 'weights'\], must be weights or"),
         (Ties(keep=0.5), ["windows"], r"over is \['windows'\], must be weights or densities, or both"),

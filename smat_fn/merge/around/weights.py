@@ -58,7 +58,8 @@ def population(count: int) -> int:
 
 def over_problems(config: Merger, over: Sequence[str], label: str = "over", trials: str = "trials") -> list[str]:
     """Errors for options that trials cannot vary. Args: label, trials: names of ``over`` and of trials in errors."""
-    if isinstance(over, str) or not over or {*over} - {*OVER} or len({*over}) < len(over):
+    known = isinstance(over, (list, tuple)) and all(option in list(OVER) for option in over)
+    if not known or not 0 < len(over) == len({*over}):
         return [f"{label} is {over!r}, must be {' or '.join(OVER)}, or both"]
     return [
         f"{trials}: {config.name} takes no {option} by expert, leave {label if option != 'weights' else 'it'} out"
