@@ -454,7 +454,7 @@ class Smat:
     climb: Climb | None = None
     """Take the gradient after an ascent step along the optimizer's momentum (as msam): in clean, or in all steps."""
     rho: float | None = None
-    """Length of the ascent step of --climb (0.5 if not given)."""
+    """Length of the ascent step of --climb: 0.5 if not given."""
     lam: float | None = None
     """Mixed objective instead of the period: weight of the simulated loss in every step."""
     alpha_depth: tuple[float, float] | None = None

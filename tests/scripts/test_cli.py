@@ -55,7 +55,7 @@ def test_help_shows_the_values_of_a_preset_as_defaults(capsys):
 def test_help_shows_the_defaults_of_a_method_where_a_preset_has_none():
     shown = {type(own): own for own in train.shown(["msam", "--preset", "lm"])}
     assert shown[Msam] == Msam(rho=0.5, adaptive=True, along="momentum")
-    assert (shown[Smat].rho, shown[Smat].climb, shown[Smat].sigma) == (0.5, None, "auto")
+    assert (shown[Smat].noise, shown[Smat].climb, shown[Smat].sigma) == ("uniform", None, "auto")
     assert shown[Mergopt].k_max is None, "it is the number of the data's tasks"
 
 
