@@ -254,6 +254,7 @@ def _absence_problems(config: Merger, start: Folder, found: Mapping[str, Folder]
 
 
 def device_problems(device: str) -> list[str]:
+    """Errors for the name of a device that a merge cannot use."""
     try:
         place = torch.device(device)
     except RuntimeError:

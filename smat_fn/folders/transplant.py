@@ -21,7 +21,15 @@ from .inputs.hub import local_folder
 from .inputs.reading import Folder, Read, config_of, open_folder, seen
 from .inputs.side_files import Files, beside
 from .inputs.spelling import Spelling, matches, new_ids, spelling_of
-from .inputs.tokens import of_tokens, resized, rows_of_tokens, tokenizer_of, with_tokenizer
+from .inputs.tokens import (
+    configured_rows,
+    leaves_of_tokens,
+    of_tokens,
+    resized,
+    rows_of_tokens,
+    tokenizer_of,
+    with_tokenizer,
+)
 from .inputs.vocabulary import one_head
 from .prepare import SHARD_SIZE, device_of, device_problems, place_problems
 from .run import Describe, Report, room_problems, write_job
@@ -68,8 +76,7 @@ class Transplant(NamedTuple):
 
 
 def _by_token(folder: Folder) -> list[str]:
-    rows = rows_of_tokens(folder)
-    return [path for path, leaf in folder.leaves.items() if of_tokens(path) and leaf.ndim and len(leaf) == rows]
+    return leaves_of_tokens(folder, rows_of_tokens(folder))
 
 
 def open_transplant(model: Path, tokenizer_from: Path, *, method: Method = "omp-centred", k: int = 64) -> Transplant:
@@ -135,8 +142,7 @@ def _opened(label: str, root: Path) -> Folder:
 
 def _configured(root: Path) -> int:
     """The number of rows that a config.json names, 0 where it names none."""
-    config = config_of(root)
-    found = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
+    found = configured_rows(config_of(root))
     return found if isinstance(found, int) else 0
 
 

@@ -91,7 +91,7 @@ def aligned(
     donors = _donors(table, taking, anchor, size)
     rowless = _rowless(wanted, table, taking) - tokens.keys()
     _place_tokens(tokens, models, wanted, table, donors, known, rows)
-    paths = [path for path, leaf in base.leaves.items() if of_tokens(path) and leaf.ndim and len(leaf) == rows["base"]]
+    paths = leaves_of_tokens(base, rows["base"])
     fitted = dict(models)
     for name, folder in models.items():
         for path in paths:
@@ -273,11 +273,21 @@ def of_tokens(path: str) -> bool:
     return may_be_copy(path) or path.endswith(_BIASES)
 
 
+def leaves_of_tokens(folder: Folder, rows: int) -> list[str]:
+    """The leaves with an entry for every token: embeddings, heads and their biases. Args: rows: of `rows_of_tokens`."""
+    return [path for path, leaf in folder.leaves.items() if of_tokens(path) and leaf.ndim and len(leaf) == rows]
+
+
+def configured_rows(config: Mapping[str, Any]) -> Any:
+    """The number of tokens that a configuration names; None where it names none."""
+    return config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
+
+
 def rows_of_tokens(folder: Folder) -> int:
     """Rows of the embeddings. Raises: ValueError where no leaf, or leaves of several sizes, hold them."""
     sizes = {len(leaf) for path, leaf in folder.leaves.items() if by_token(path) and leaf.ndim == 2}
     config = config_of(folder.root) | dict(folder.config)
-    known = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
+    known = configured_rows(config)
     if known in sizes:  # others may be those of segments (BERT) or of a projection
         return int(known)
     if len(sizes) != 1:

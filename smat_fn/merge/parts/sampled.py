@@ -26,7 +26,7 @@ Found: TypeAlias = tuple[Any, list[Any]]  # int64 (rows, pairs, 4), as `looped_r
 
 
 class Formed(Protocol):
-    """Numbers of a block that are formed of others when they are read."""
+    """Numbers of a block, computed only when they are read."""
 
     def numbers(self) -> Tensor:
         """All of them: (rows, n), or flat ones of one row."""

@@ -216,6 +216,7 @@ def _implied_suite(folder: Path, options: Mapping[str, Any]) -> dict[str, Any] |
 
 
 def tasks_of(manifest: Mapping[str, Any]) -> tuple[str, ...]:
+    """The tasks that a checkpoint was made for."""
     if manifest["kind"] == "expert":
         return (manifest["task"],)
     return tuple(manifest["tasks" if manifest["kind"] == checkpoint.JOINT else "experts"])
