@@ -87,8 +87,8 @@ print("done", flush=True); sys.stdin.readline()
 """
 Merger = Literal[
     "wa", "ta", "ties, threshold per tensor", "ties, threshold per expert", "ties, weights", "dare", "dare_ties",
-    "dare_ties, weights and L1 norms", "della", "breadcrumbs", "karcher", "sce", "ram", "ram, boost", "pcb",
-    "arcee_fusion",
+    "dare_ties, weights and L1 norms", "della", "breadcrumbs", "karcher", "sce", "sce, density 0.1", "ram",
+    "ram, boost", "pcb", "arcee_fusion",
 ]  # fmt: skip
 WEIGHTED = "weights=dict.fromkeys(names, 0.3)"  # names: of the experts
 MERGERS: dict[Merger, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
@@ -135,6 +135,7 @@ MERGERS: dict[Merger, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     ),
     "karcher": ("Karcher()", "karcher", {}, {}),
     "sce": ("Sce()", "sce", {"select_topk": 1.0}, {}),
+    "sce, density 0.1": ("Sce(density=0.1)", "sce", {"select_topk": 0.1}, {}),
     "ram": ("Ram()", "ram", {}, {}),
     "ram, boost": ("Ram(boost=0.1, cap=0.2, scope='tensor')", "ramplus_tl", {}, {}),
     "pcb": ("Pcb(coef=0.3)", "", {}, {}),  # mergekit has none

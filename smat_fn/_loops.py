@@ -1788,3 +1788,108 @@ def _folded(left, right, eighth, out):  # type: ignore[no-untyped-def]
         c += float64(left[k + 6 * eighth]) * float64(right[k + 6 * eighth])
         d += float64(left[k + 7 * eighth]) * float64(right[k + 7 * eighth])
         out[k] = (a + c) + (b + d)
+
+
+@inlined
+def _spread(rows, n, mean, out):  # type: ignore[no-untyped-def]
+    """N times the variance of n numbers over the N rows. Args: mean: is written to."""
+    count, start = float32(len(rows)), rows[0]
+    for j in range(n):
+        mean[j] = out[j] = float32(0)
+    for i in range(len(rows)):
+        row = rows[i]
+        for j in range(n):
+            mean[j] += row[j] - start[j]
+    for j in range(n):
+        mean[j] /= count
+    for i in range(len(rows)):
+        row = rows[i]
+        for j in range(n):
+            away = row[j] - start[j] - mean[j]
+            out[j] += away * away
+
+
+@inlined
+def _bound(least, last, place, n):  # type: ignore[no-untyped-def]
+    """From which bits on numbers stay, and of how many at most: those above ``least``, and up to ``last`` equal ones.
+
+    Args: place: of the first of n numbers.
+    """
+    equal = last + 1 - int64(place)
+    if equal > 0:
+        return least, min(n, uint64(equal))
+    return uint32(least + uint32(1)), n
+
+
+@jit
+def variances(sources, size, weights, out):  # type: ignore[no-untyped-def]
+    """Variances over the task vectors times their number. Args: weights: of the vectors; out: float32 (size,)."""
+    count = len(sources) - 1
+    rows, origin, mean = np.empty((count, TILE), np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    first, end = uint64(0), uint64(size)
+    while first < end:
+        n = min(uint64(TILE), end - first)
+        _load(sources, 0, first, n, origin)
+        for i in range(count):
+            _delta(sources, i + 1, first, n, origin, rows[i])
+            _times(rows[i], n, weights[i])
+        _spread(rows, n, mean, out[first:])
+        first += n
+
+
+@jit
+def varying_squares(sources, start, size, weights, least, last, sums):  # type: ignore[no-untyped-def]
+    """Squared norms of what stays of task vectors, by blocks of 4096, each added by halves.
+
+    Args: start: a multiple of 4096; least, last: as of `varying`; sums: float64 (experts, blocks).
+    """
+    count = len(sources) - 1
+    rows, origin, work = np.empty((count, 4096), np.float32), np.empty(TILE, np.float32), np.empty(512, np.float64)
+    mean, spread, end = np.empty(TILE, np.float32), np.empty(TILE, np.float32), uint64(size)
+    for block in range(sums.shape[1]):
+        begin, first = uint64(4096 * block), uint64(4096 * block)
+        stop = min(begin + uint64(4096), end)
+        rows[:, stop - begin :] = 0
+        while first < stop:
+            place, at = uint64(start) + first, first - begin
+            bound, n = _bound(least, last, place, min(uint64(TILE), stop - first))
+            _load(sources, 0, first, n, origin)
+            for i in range(count):
+                _delta(sources, i + 1, first, n, origin, rows[i, at:])
+                _times(rows[i, at:], n, weights[i])
+            _spread(rows[:, at:], n, mean, spread)
+            for i in range(count):
+                row = rows[i, at:]
+                for j in range(n):
+                    row[j] = row[j] if _size(spread[j]) >= bound else float32(0)
+            first += n
+        for i in range(count):
+            _folded(rows[i], rows[i], 512, work)
+            sums[i, block] = _halved(work, 512)
+
+
+@jit
+def varying(sources, start, size, weights, shares, least, last, floor, coef, target):  # type: ignore[no-untyped-def]
+    """SCE of the coordinates whose variance is above a number, or equal to it up to a position; 0 in the others.
+
+    Args: start: of the window in its leaf; shares, floor: as of `_erased`; least: uint32, the bits of that number;
+        last: that position; others and returns: as `combined`'s.
+    """
+    count = len(sources) - 1
+    rows, origin, merged = np.empty((count, TILE), np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    spread, sign, share = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    change, error, sums = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.zeros((2, 64))
+    largest, written, first, end = uint32(0), uint32(0), uint64(0), uint64(size)
+    while first < end:
+        bound, n = _bound(least, last, uint64(start) + first, min(uint64(TILE), end - first))
+        _load(sources, 0, first, n, origin)
+        for i in range(count):
+            largest = max(largest, _delta(sources, i + 1, first, n, origin, rows[i]))
+            _times(rows[i], n, weights[i])
+        _spread(rows, n, merged, spread)
+        _erased(rows, n, shares, floor, merged, sign, share)
+        for j in range(n):
+            merged[j] = merged[j] if _size(spread[j]) >= bound else float32(0)
+        written = max(written, _finish(merged, n, origin, coef, target, first, change, error, sums))
+        first += n
+    return sums[0].sum(), sums[1].sum(), largest, written

@@ -649,7 +649,7 @@ MUTANTS = [
         ("times(deltas, weights) for deltas", "deltas for deltas"),
         ("deltas=times(piece.deltas, self.weights(piece.path))", "deltas=piece.deltas"),
         ("deltas=times(piece.deltas, weights)", "deltas=piece.deltas"),
-        ("window._replace(weights=weights)", "window"),
+        ("own(window._replace(weights=weights))", "own(window)"),
     ),
     *_of(
         "merge/parts/per_expert.py:combined",
@@ -703,7 +703,8 @@ MUTANTS = [
         "merge/sce.py",
         ("below.clamp_(min=LEAST)", "1"),
         ("total >= floor", "total < floor"),
-        ("among_largest(variance.abs_(), count)", "~among_largest(variance.abs_(), count)"),
+        ("ranks.above(_variance(deltas), *limit, start)", "~ranks.above(_variance(deltas), *limit, start)"),
+        ("size - found.below - found.equal", "size - found.below"),
     ),
     *_of(
         "merge/arcee_fusion.py",
@@ -769,8 +770,8 @@ MUTANTS = [
         ("return keys ^ (", "return keys & ("),
         ("size - count + 1)", "size - count)"),
         ("count - (size - order.below - order.equal)", "order.equal"),
-        ("mask[: last + 1]", "mask[:last]"),
-        ("keys > order.bits", "keys >= order.bits"),
+        ("max(last + 1 - start, 0)", "max(last - start, 0)"),
+        ("keys > bits", "keys >= bits"),
         ("finite = not bool(counts[not_finite:].any())", "pass"),
     ),
     *_of(

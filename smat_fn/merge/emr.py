@@ -92,8 +92,8 @@ class Emr(Masked):
         place = self.place(leaves)
 
         def sums(path: str) -> list[float]:
-            if (found := leaves.sums(path, partial(looped.norms_of_task, place=place), rows=False)) is not None:
-                return [math.fsum(block_sums(torch.from_numpy(own))) for (own,) in found]
+            if (found := leaves.each_window(partial(looped.norms_of_task, place=place), path)) is not None:
+                return [math.fsum(block_sums(torch.from_numpy(own))) for (own,) in looped.joined(found)]
             return added([magnitudes(deltas[place], _own(deltas, place)) for deltas in leaves.blocks(path)], 2)
 
         scale = scale_from((leaves.shape(path).numel(), sums(path)) for path in leaves.coefs)

@@ -119,9 +119,9 @@ class Ram(Merger):
 
     def rule(self, leaves: Mapped) -> Rule:
         def counts(path: str) -> Iterator[Tensor]:
-            found = leaves.sums(path, partial(looped.counted, threshold=self.threshold), rows=False)
+            found = leaves.each_window(partial(looped.counted, threshold=self.threshold), path)
             if found is not None:
-                yield torch.from_numpy(found.sum(-1))
+                yield torch.from_numpy(looped.joined(found).sum(-1))
             else:
                 yield from (counts_of(deltas, self.threshold) for deltas in leaves.blocks(path))
 

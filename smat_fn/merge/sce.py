@@ -1,21 +1,26 @@
 """SCE: select the coordinates that vary most, weigh experts by their squares, erase minority signs."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from .. import execution
 from ..types import Params
-from .parts import looped
-from .parts.arithmetic import add, divided, elected, gram_memory, largest, squares, step_on
+from .parts import looped, ranks
+from .parts.arithmetic import BLOCK, add, block_sums, blocks_memory, divided, elected, gram_memory, squares
 from .parts.chunks import Fuse
 from .parts.inputs import Experts
 from .parts.merger import Mapped, Rule, merged, vector_function
 from .parts.per_expert import Numbers, Weighted
-from .parts.ranks import among_largest
+from .parts.sampled import order_of, step_of
 
+Value = TypeVar("Value")
 LEAST = 1e-6  # of the weights that a coordinate is divided by
 
 
@@ -54,22 +59,56 @@ def sce(
     return merged(Sce, **locals())
 
 
-def selected(deltas: Sequence[Tensor], *, density: float, floor: float) -> Tensor:
-    """The merged vector of a whole leaf of which only a share of the coordinates stays."""
-    keep = _varying(deltas, density)
+class Limit(NamedTuple):
+    """Coordinates of a leaf stay whose variance is above these bits, or equal to them up to a flat position."""
 
-    def kept() -> Iterator[list[Tensor]]:
-        for *vectors, own in _blocks(*deltas, keep):
-            yield [vector * own for vector in vectors]
+    bits: int
+    last: int
 
-    shares = shares_of(squares(kept()), keep.numel(), floor)
-    return torch.cat([erased(vectors, shares) for vectors in kept()])
+
+class Each(Protocol):
+    """Calls a function on the variances of the parts of a leaf, in their order; valid until it returns."""
+
+    def __call__(self, function: Callable[[Tensor], Value], /) -> Iterable[Value]: ...
+
+
+def limit_of(each: Each, size: int, density: float, *, held: bool, by_loops: bool = False) -> Limit:
+    """The limit of a leaf, whose variances are computed three or four times.
+
+    Args: size: of the leaf; held: keep them in memory instead; by_loops: compiled loops find it.
+    """
+
+    def scan() -> Iterable[Tensor]:
+        return each(Tensor.clone)
+
+    step = 1 if held else step_of(size)
+    varying, parts = zip(*each(lambda part: (part.count_nonzero(), part[::step].clone())), strict=True)
+    sample, number = torch.cat(parts), add(varying).cpu().float()
+    if not (count := int(number * density)):
+        return Limit((1 << (8 * sample.itemsize - 1)) - 1, -1)
+    if len(sample) == size:
+        order, last = ranks.largest(sample, count)
+        return Limit(order.bits, last)
+    rank, loops = size - count, execution.loops() if by_loops else None
+    found = None
+    if loops is not None:
+        found = order_of(lambda counter: each(lambda part: counter(part[None])), rank, size, sample, loops)
+    if found is None:
+        found, _ = ranks.select(scan, rank + 1, sample.dtype)
+    wanted = count - (size - found.below - found.equal)  # of the equal ones
+    return Limit(found.bits, size - 1 if wanted == found.equal else ranks.position(scan, found.bits, wanted))
+
+
+def kept(deltas: Sequence[Tensor], start: int, limit: Limit) -> list[Tensor]:
+    """Coordinates from ``start`` on, with 0 where they do not stay."""
+    stays = ranks.above(_variance(deltas), *limit, start).to(deltas[0].dtype)
+    return [delta * stays for delta in deltas]
 
 
 def shares_of(norms: Sequence[float], size: int, floor: float) -> list[float]:
     """w of every expert, from the squared norms of a leaf's task vectors."""
     means = [norm / max(size, 1) for norm in norms]
-    total = sum(means)
+    total = math.fsum(means)
     return [mean / total for mean in means] if total and total >= floor else [1 / len(means)] * len(means)
 
 
@@ -84,24 +123,11 @@ def erased(deltas: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
     return above / below.clamp_(min=LEAST)
 
 
-def _varying(deltas: Sequence[Tensor], density: float) -> Tensor:
-    """1 for the coordinates of largest variance, 0 for the others."""
-    variance = torch.cat([_variance(vectors) for vectors in _blocks(*deltas)])
-    count = int(variance.count_nonzero().cpu().float() * density)
-    # abs: a NaN may have a sign
-    return among_largest(variance.abs_(), count).to(variance.dtype)
-
-
 def _variance(deltas: Sequence[Tensor]) -> Tensor:
     """The variance over the experts times their number."""
     # from the first one: a sum of equal changes, divided by their number, may be rounded to another change
     mean = divided(add(delta - deltas[0] for delta in deltas), len(deltas))
-    return add((delta - deltas[0]).sub_(mean).square_() for delta in deltas)
-
-
-def _blocks(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same coordinates of flat vectors, on the CPU as many as stay in a core's cache through all operations."""
-    return zip(*(vector.split(step_on(vector.device, len(vectors))) for vector in vectors), strict=True)
+    return add((delta - deltas[0]).sub_(mean).square_() for delta in deltas).abs_()  # a NaN may have a sign
 
 
 @dataclass(frozen=True)
@@ -124,25 +150,51 @@ class Sce(Weighted):
         return problems + super().problems(experts)
 
     def plain(self, leaves: Mapped) -> Rule:
-        def shares(path: str) -> list[float]:
-            diagonal = [row[i] for i, row in enumerate(leaves.gram(path, diagonal=True))]
-            return shares_of(diagonal, leaves.shape(path).numel(), self.floor)
+        def shares(path: str, norms: Sequence[float] | None = None) -> list[float]:
+            if norms is None:
+                norms = [row[i] for i, row in enumerate(leaves.gram(path, diagonal=True))]
+            return shares_of(norms, leaves.shape(path).numel(), self.floor)
 
         def fuse(path: str) -> Fuse:
-            if self.density < 1:
-                return lambda piece: selected(piece.deltas, density=self.density, floor=self.floor)
-            own = shares(path)
-            return lambda piece: erased(piece.deltas, own)
+            if self.density == 1:
+                own = shares(path)
+                return lambda piece: erased(piece.deltas, own)
+            if not leaves.shape(path).numel():
+                return lambda piece: piece.deltas[0]
 
-        def loop(path: str) -> looped.Loop | None:
-            if self.density < 1:
-                return None
-            return partial(looped.combined, kind="SCE", one=LEAST, by_expert=shares(path))
+            def each(function: Callable[[Tensor], Value]) -> Iterator[Value]:
+                return leaves.each_block(lambda block: function(_variance(block.deltas)), [path])
 
-        return Rule(fuse, whole=lambda _: self.density < 1, loop=loop)
+            limit = self._limit(leaves, path, each)
+            stays = leaves.each_block(lambda block: kept(block.deltas, block.start, limit), [path])
+            some = shares(path, squares(stays))
+            return lambda piece: erased(kept(piece.deltas, piece.start, limit), some)
+
+        def loop(path: str) -> looped.Loop:
+            if self.density == 1:
+                return partial(looped.combined, kind="SCE", one=LEAST, by_expert=shares(path))
+
+            def windows(function: Callable[[looped.Window], Value]) -> Iterator[Value]:
+                found = leaves.each_window(function, path)
+                assert found is not None
+                return found
+
+            def each(function: Callable[[Tensor], Value]) -> Iterator[Value]:
+                return windows(lambda window: function(looped.variances(window)))
+
+            limit = self._limit(leaves, path, each, by_loops=True)
+            sums = looped.joined(windows(lambda window: looped.varying_squares(window, *limit)))
+            some = shares(path, [reduce(operator.add, block_sums(own)) for own in torch.from_numpy(sums)])
+            return partial(looped.varying, shares=some, bits=limit.bits, last=limit.last, floor=LEAST)
+
+        return Rule(fuse, loop=loop)
+
+    def _limit(self, leaves: Mapped, path: str, each: Each, *, by_loops: bool = False) -> Limit:
+        size = leaves.shape(path).numel()
+        return limit_of(each, size, self.density, held=leaves.device.type != "cpu" or size <= BLOCK, by_loops=by_loops)
 
     def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
-        return (8 * experts + 48) * largest(leaves) if self.density < 1 else gram_memory(leaves, experts)
+        return blocks_memory(leaves, experts) if self.density < 1 else gram_memory(leaves, experts)
 
 
 sce_vector = vector_function(Sce)

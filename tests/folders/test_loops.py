@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice, pairwise
@@ -74,6 +75,8 @@ CONFIGS |= {
     "nuslerp": NuSlerp(t=0.6),
     "multislerp": MultiSlerp(weights=(0.1, 0.2, 0.9)),
     "sce": Sce(coef=0.7),
+    "sce of some": Sce(coef=0.7, density=0.4, floor=0.0),
+    "sce of some weights": Sce(density=0.9, weights=OF_EXPERTS["weights"]),
     "sce weights": Sce(coef=0.7, weights=OF_EXPERTS["weights"]),
     "magmax": MagMax(coef=0.4),
     "magmax weights": MagMax(coef=0.4, weights={"y": {"large": -1.3, "*": 1.0}}),
@@ -125,6 +128,9 @@ LOOPS = (
     "gram",
     "norms",
     "norms_of_task",
+    "variances",
+    "varying_squares",
+    "varying",
     "absolute_sums",
     "among",
     "betas_among",
@@ -139,6 +145,7 @@ USED = {
     **{name: {"averaged", "gram"} for name in ("karcher", "slerp")},
     **{name: {"banded", "gram"} for name in ("multislerp", "model_stock", "nuslerp", "metagpt")},
     "sce": {"combined", "gram"},
+    **{name: {"variances", "varying_squares", "varying"} for name in ("sce of some", "sce of some weights")},
     **{name: {"combined", "counted"} for name in ("ram plus", "ram plus by tensor")},
     "emr": {"combined", "norms_of_task"},
     **{name: {"combined"} for name in ("magmax", "ram", "consensus", "tall_mask", "nearswap")},
@@ -165,6 +172,7 @@ DTYPES = {
 ALONE = (
     "magmax",
     "sce",
+    "sce of some",
     "ram plus",
     "consensus",
     "tall_mask",
@@ -231,6 +239,7 @@ def test_equal_bits(name, dtypes, grid, calls, folders, tmp_path, monkeypatch):
             expected = folders.load(tmp_path / "plain")
     for i, (chunk, workers, large) in enumerate([(1 << 19, 1, 1 << 24), (10_001, 3, 1 << 12)]):
         monkeypatch.setattr(survey, "LARGE", large)
+        monkeypatch.setattr(sys.modules["smat_fn.merge.sce"], "BLOCK", large)
         merge_folders(CONFIGS[name], *paths, tmp_path / f"{i}", key=folders.key, chunk=chunk, workers=workers)
         folders.assert_same_bits(folders.load(tmp_path / f"{i}"), expected)
     assert calls >= USED.get(name, set()) - (set() if grid else {"nth_equal"})

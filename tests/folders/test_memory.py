@@ -53,6 +53,7 @@ CONFIGS = (
     "WeightAverage()",
     "Ties(coef=1.0, keep=0.5, aggregate='sum', scope='global')",
     "Sce()",
+    "Sce(density=0.5)",
     "Dare(coef=1.0, drop_prob=0.5)",
     "DareTies(coef=1.0, drop_prob=0.5, rescale=True, weights={'0': 0.5})",
     "Della(coef=1.0, drop_prob=0.5, window=0.14)",
@@ -64,7 +65,6 @@ GREEDY = (
     "IsoCts(coef=1.0)",
     "Wudi(coef=1.0)",
     "Cart(coef=1.0)",
-    "Sce(density=0.5)",
     "Pcb(coef=1.0)",
 )
 

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 import weakref
+from contextlib import nullcontext
 from itertools import islice, pairwise
 
 import numpy
@@ -45,6 +46,8 @@ CONFIGS = {  # and the loops that they take
     "breadcrumbs kept": (of.Breadcrumbs(**CRUMBS, count="kept", elect=True, largest={"x": 0.05}), "banded"),
     "emr": (of.Emr(task="z", coef=0.7), "combined norms_of_task"),
     "sce": (of.Sce(coef=0.7), "combined gram"),
+    "sce of some": (of.Sce(coef=0.7, density=0.4, floor=0.0), "variances varying_squares varying"),
+    "sce of none": (of.Sce(density=0.0), "variances varying_squares varying"),
     "ram": (of.Ram(coef=0.7, threshold=0.3), "combined"),
     "ram boost": (of.Ram(threshold=0.3, boost=1.3, cap=3.0), "combined counted"),
     "ram tensor": (of.Ram(threshold=0.3, boost=1.3, cap=3.0, scope="tensor"), "combined counted"),
@@ -54,6 +57,7 @@ CONFIGS = {  # and the loops that they take
     "nearswap": (of.NearSwap(t=0.3, coef=0.7), "combined"),
     "pcb": (of.Pcb(coef=0.7, ratio=0.4, clip=0.1), "among betas_among competing balanced"),
     "sce by expert": (of.Sce(coef=0.7, weights=OF_A_LEAF), "combined gram"),
+    "sce of some by expert": (of.Sce(density=0.9, weights=OF_A_LEAF), "variances varying_squares varying"),
     "consensus by expert": (of.Consensus(coef=0.7, ratio=0.9, weights=OF_A_LEAF), "combined"),
     "magmax by expert": (of.MagMax(coef=0.4, weights=OF_A_LEAF), "combined"),
     "pcb by expert": (of.Pcb(coef=0.7, ratio=0.4, clip=0.1, weights=OF_A_LEAF), "among betas_among competing balanced"),
@@ -158,9 +162,38 @@ def test_equal_bits(name, threads, calls, monkeypatch):
     with execution.off():
         expected = merged(name, base, experts)
     assert not calls
+    if threads == 3:
+        monkeypatch.setattr(sys.modules["smat_fn.merge.sce"], "BLOCK", 1 << 10)
     for found, wanted in zip(merged(name, base, experts), expected, strict=True):
         same(found, wanted)
     assert calls >= set(CONFIGS[name][1].split()) - ({"nth_equal"} if threads == 3 else set())
+
+
+@pytest.mark.parametrize("by_loops", [False, True], ids=["torch", "loops"])
+@pytest.mark.parametrize("grid", [0.25, None])
+def test_variances_are_ranked_without_being_held(grid, by_loops, monkeypatch):
+    base, experts = trees("", grid)
+    wanted = merged("sce of some", base, experts)
+    sce, scans = sys.modules["smat_fn.merge.sce"], []
+    monkeypatch.setattr(sce, "BLOCK", 16)
+    monkeypatch.setattr(sce.ranks, "position", lambda *args, own=ranks.position: scans.append(args) or own(*args))
+    with nullcontext() if by_loops else execution.off():
+        for found, expected in zip(merged("sce of some", base, experts), wanted, strict=True):
+            same(found, expected)
+    assert scans  # equal ones, of which some stay
+
+
+def test_variances_whose_sample_misleads_are_counted(monkeypatch):
+    base, experts = trees("", None)
+    wanted = merged("sce of some", base, experts)
+    monkeypatch.setattr(sys.modules["smat_fn.merge.sce"], "BLOCK", 16)
+    monkeypatch.setattr(sampled, "bracket", lambda *_: looped_ranks.Bracket(0, 1))
+    monkeypatch.setattr(looped_ranks, "SMALL", 1 << 12)
+    counted = []
+    monkeypatch.setattr(ranks, "select", lambda *args, own=ranks.select: counted.append(args) or own(*args))
+    for found, expected in zip(merged("sce of some", base, experts), wanted, strict=True):
+        same(found, expected)
+    assert counted
 
 
 @pytest.mark.parametrize("coef", [1, 0.1, -0.0, torch.tensor(0.3), torch.tensor(0.3, dtype=D)], ids=repr)
@@ -394,7 +427,7 @@ def test_differences_of_rows_are_scaled_and_ranked(length, cut):
     ids=str,
 )
 def test_windows_whose_norms_are_added_begin_with_blocks(shape, most, rows, cuts):
-    tasks = windows.sums_of(lambda *cut: cut[:2], lambda cut: cut, torch.empty(shape), 10_000, most, rows=rows)
+    tasks = windows.each_window(lambda *cut: cut[:2], lambda cut: cut, torch.empty(shape), 10_000, most, rows=rows)
     assert (tasks and [task() for task in tasks]) == (cuts and list(pairwise(cuts)))
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,10 +15,11 @@ from ...merge.parts.chunks import BYTES_PER_COORDINATE, CHUNK, Piece, fields_of,
 from ...merge.parts.looped import INFINITE, KINDS, Loop, Window, sources
 from ...merge.parts.merger import Mapped, Merger, Rule
 from ...merge.parts.windows import ROWS, SPAN, InPlace, Scratch, spans, windows
-from ...merge.parts.windows import sums_of as sums_of_windows
+from ...merge.parts.windows import each_window as each_of
 from ..files import Identity
 from ..inputs.reading import Folder, Stored
 
+T = TypeVar("T")
 ON_DEVICE = 1 << 27  # coordinates of a chunk on a GPU: of fewer the launches take longer than the work
 
 
@@ -239,11 +240,13 @@ def _windows(job: Job, path: str, read: Sources) -> Callable[[int, int, Tensor],
     return windows(read, job.key, job.experts, path, job.coefs.get(path, 1.0), room)
 
 
-def sums_of(job: Job, path: str, sums: Callable[[Window], Any], *, rows: bool) -> Iterator[Callable[[], Any]] | None:
-    """`windows.sums_of` a leaf."""
+def each_window(
+    job: Job, path: str, function: Callable[[Window], T], *, rows: bool
+) -> Iterator[Callable[[], T]] | None:
+    """`windows.each_window` of a leaf."""
     read = Sources(job, path, job.experts)
     sizes = job.base.leaves[path], read.span, job.chunk // len(job.experts)
-    return sums_of_windows(_windows(job, path, read), sums, *sizes, rows=rows)
+    return each_of(_windows(job, path, read), function, *sizes, rows=rows)
 
 
 def _of_rows(job: Job) -> int:

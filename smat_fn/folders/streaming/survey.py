@@ -8,7 +8,6 @@ from functools import partial
 from itertools import chain, repeat
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -28,10 +27,10 @@ from .chunks import (
     Sources,
     blocks_of,
     compute_dtype,
+    each_window,
     looped,
     refuse_values,
     span_of,
-    sums_of,
     vector_of,
     vectors_of,
     weights_of,
@@ -160,10 +159,12 @@ class Survey:
     def vector(self, path: str, name: str, *, rows: bool) -> Iterator[tuple[int, Tensor, Tensor | None]]:
         return vector_of(self.job, path, name, rows=rows)
 
-    def sums(self, path: str, of: Callable[[Window], Any], *, rows: bool) -> Any:
-        if not looped(self.job, path) or (tasks := sums_of(self.job, path, of, rows=rows)) is None:
+    def each_window(
+        self, function: Callable[[Window], Value], path: str, *, rows: bool = False
+    ) -> Iterator[Value] | None:
+        if not looped(self.job, path) or (tasks := each_window(self.job, path, function, rows=rows)) is None:
             return None
-        return numpy.concatenate(list(self._threads.in_order(tasks)), -1)
+        return self._threads.in_order(tasks)
 
     def _net_sign(self) -> int:
         """The majority sign of TIES, sgn Σ_k sgn(Σ_i δ̂_ik)."""

@@ -4,7 +4,7 @@ They read weights as they are stored, a tile at a time, and write merged ones: n
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
@@ -219,6 +219,36 @@ def counted(window: Window, threshold: float) -> Any:
     counts = numpy.empty((2, len(window.read) - 1, 1))
     window.loops.counted(window.read, window.size, numpy.float32(threshold), counts)
     return counts
+
+
+def variances(window: Window) -> Tensor:
+    """N times the variance of each coordinate over N task vectors; valid until the thread's next window."""
+    out = window.room("variances", window.size, torch.float32)
+    window.loops.variances(window.read, window.size, _weights(window), array(out))
+    return out.abs_()  # a NaN may have a sign
+
+
+def varying_squares(window: Window, bits: int, last: int) -> Any:
+    """Squared norms, by blocks of `NORMED`, of the coordinates that `varying` keeps: (experts, blocks).
+
+    Args: window: from a multiple of `NORMED` on.
+    """
+    sums = numpy.empty((len(window.read) - 1, -(-window.size // NORMED)))
+    where = window.read, window.start, window.size, _weights(window)
+    window.loops.varying_squares(*where, numpy.uint32(bits), last, sums)
+    return sums
+
+
+def varying(window: Window, shares: Sequence[float], bits: int, last: int, floor: float) -> Merged:
+    """SCE of coordinates whose variance has bits above these, or equal ones up to a position; 0 in the others."""
+    where = window.read, window.start, window.size, _weights(window), numpy.array(shares, numpy.float32)
+    limits = numpy.uint32(bits), last, numpy.float32(floor)
+    return _merged(window.loops.varying(*where, *limits, *_written(window)))
+
+
+def joined(sums: Iterable[Any]) -> Any:
+    """The sums of windows, one after the other."""
+    return numpy.concatenate(list(sums), -1)
 
 
 def norms_of_task(window: Window, place: int) -> Any:

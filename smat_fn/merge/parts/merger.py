@@ -10,7 +10,6 @@ from sys import modules
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -24,7 +23,7 @@ from .inputs import Experts, Leaves, check, check_variances, coef_problems, key_
 from .looped import KINDS, Loop, Window
 from .ranks import Order, order_of, position_of, value_of
 from .vectors import applied
-from .windows import ROWS, InPlace, NotFinite, Scratch, in_order, products_by_loops, spans, sums_of, windows
+from .windows import ROWS, InPlace, NotFinite, Scratch, each_window, in_order, products_by_loops, spans, windows
 
 Value = TypeVar("Value")
 STARTED = 1 << 31  # weights of all experts whose sum by a loop saves the 0.3 s that numba takes to start
@@ -105,10 +104,12 @@ class Mapped(Protocol):
         Args: rows: no row is cut.
         """
 
-    def sums(self, path: str, of: Callable[[Window], Any], *, rows: bool) -> Any:
-        """Sums of a leaf's windows by a compiled loop, one after the other: a NumPy array.
+    def each_window(
+        self, function: Callable[[Window], Value], path: str, *, rows: bool = False
+    ) -> Iterator[Value] | None:
+        """``function``, such as `looped.ByField.norms`, of all windows of a leaf that compiled loops read, in order.
 
-        Args: of: a window, such as `looped.ByField.norms`; rows: no row is cut.
+        Args: rows: no row is cut.
         Returns: None where no loop reads the leaf or its chunks are too small: `vector` and `blocks` give the same.
         """
 
@@ -313,12 +314,14 @@ class InMemory:
         workers = self.workers if self.looped(path) else 1
         return list(in_order(map(partial, repeat(one), self.trees, ranks), workers))
 
-    def sums(self, path: str, of: Callable[[Window], Any], *, rows: bool) -> Any:
+    def each_window(
+        self, function: Callable[[Window], Value], path: str, *, rows: bool = False
+    ) -> Iterator[Value] | None:
         if not self.looped(path):
             return None
         read, most = self.read(path, self.trees), CHUNK // len(self.trees)
-        tasks = sums_of(self.window(path, read), of, self.base[path], read.span, most, rows=rows)
-        return None if tasks is None else numpy.concatenate(list(in_order(tasks, self.workers)), -1)
+        tasks = each_window(self.window(path, read), function, self.base[path], read.span, most, rows=rows)
+        return None if tasks is None else in_order(tasks, self.workers)
 
     def vector(self, path: str, name: str, *, rows: bool) -> Iterator[tuple[int, Tensor, Tensor | None]]:
         dtype, origin = compute_dtype(path, self.base, self.trees), self.base[path].reshape(-1)

@@ -14,7 +14,7 @@ from .arithmetic import Norm, add, divided, elected, zeroed
 from .chunks import Fuse, Piece
 from .coefs import Rules, coef_of
 from .inputs import Experts, type_problems
-from .looped import Loop, Mask, Terms
+from .looped import Loop, Mask, Terms, Window, joined
 from .merger import Mapped, Merger, Rule, Value
 
 Numbers: TypeAlias = Mapping[str, Rules]  # by expert: a number, or {glob: number} as in `coefs.coef_of`
@@ -152,6 +152,13 @@ class Scaled:
 
         return self._leaves.each_block(of, paths, rows=rows)
 
+    def each_window(
+        self, function: Callable[[Window], Value], path: str, *, rows: bool = False
+    ) -> Iterator[Value] | None:
+        weights = self.weights(path)
+        own = function if weights is None else lambda window: function(window._replace(weights=weights))
+        return self._leaves.each_window(own, path, rows=rows)
+
     def rule(self, plain: Rule) -> Rule:
         """A rule of these leaves that gets their task vectors, also from compiled loops."""
         fuse_of, loop_of = plain.fuse, plain.loop
@@ -280,8 +287,8 @@ class Summed(Weighted):
 
     def _ratios(self, leaves: Mapped, own: Own, mask: Mask | None = None) -> list[float]:
         """‖Δ_i‖₁ / ‖m ⊙ Δ_i‖₁ of a leaf by expert, 1 where one of them is about 0."""
-        if mask is not None and (sums := leaves.sums(own.path, mask.norms, rows=self.rows)) is not None:
-            return [_ratio(math.fsum(every), math.fsum(kept)) for every, kept in zip(*sums, strict=True)]
+        if mask is not None and (sums := leaves.each_window(mask.norms, own.path, rows=self.rows)) is not None:
+            return [_ratio(math.fsum(every), math.fsum(kept)) for every, kept in zip(*joined(sums), strict=True)]
         sparsify = self.sparsify(leaves)
         assert sparsify is not None
 

@@ -120,12 +120,17 @@ def largest(magnitudes: Tensor, count: int) -> tuple[Order, int]:
 
 def among_largest(magnitudes: Tensor, count: int) -> Tensor:
     """The mask of the ``count`` largest magnitudes of a flat tensor; of equal ones the first positions count."""
-    keys = _keys(magnitudes)
     if count < 1:
-        return torch.zeros_like(keys, dtype=torch.bool)
+        return torch.zeros_like(magnitudes, dtype=torch.bool)
     order, last = largest(magnitudes, count)
-    mask = keys > order.bits
-    mask[: last + 1] |= keys[: last + 1] == order.bits
+    return above(magnitudes, order.bits, last)
+
+
+def above(magnitudes: Tensor, bits: int, last: int, start: int = 0) -> Tensor:
+    """The mask of magnitudes above these bits, or equal to them up to position ``last``. Args: start: of the first."""
+    keys, upto = _keys(magnitudes), max(last + 1 - start, 0)
+    mask = keys > bits
+    mask[:upto] |= keys[:upto] == bits
     return mask
 
 

@@ -16,6 +16,7 @@ from . import looped_ranks
 from . import ranks as plain
 from .looped import sources
 from .looped_ranks import Bracket, Counts, bracket, order
+from .ranks import Order
 
 KEPT = 1 << 20  # numbers between two others that are kept, at most
 WORTH = 1 << 26  # numbers that repay numba's start
@@ -93,7 +94,20 @@ def ordered(over: Callable[[Counter], Iterable[Any]], ranks: Sequence[int], size
     worth = execution.started() or size * len(sample) >= WORTH
     loops = execution.loops_for(sample) if worth and sample.dtype == torch.float32 else None
     found = None if loops is None else _by_loops(loops, over, ranks, size, sample)
-    return _by_digits(over, ranks, sample) if found is None else found
+    if found is None:
+        return _by_digits(over, ranks, sample)
+    return list(torch.from_numpy(from_keys([each.bits for each in found])).view(-1, len(ranks)).double().T[..., None])
+
+
+def order_of(
+    over: Callable[[Counter], Iterable[Any]], rank: int, size: int, sample: Tensor, loops: ModuleType
+) -> Order | None:
+    """The number of a rank, from 0, of one row of float32 numbers of at least 0; None where the sample misleads.
+
+    Args: as of `ordered`.
+    """
+    found = _by_loops(loops, over, [rank], size, sample[None])
+    return None if found is None else found[0]._replace(bits=int(from_keys(found[0].bits).view(numpy.int32)))
 
 
 def _by_digits(over: Callable[[Counter], Iterable[Any]], ranks: Sequence[int], like: Tensor) -> list[Tensor]:
@@ -105,17 +119,19 @@ def _by_digits(over: Callable[[Counter], Iterable[Any]], ranks: Sequence[int], l
 
 def _by_loops(
     loops: ModuleType, over: Callable[[Counter], Iterable[Any]], ranks: Sequence[int], size: int, sample: Tensor
-) -> list[Tensor] | None:
-    """None where the sample misleads. Of very many numbers those that are kept of a pass are the sample of another."""
+) -> list[Order] | None:
+    """The ranks of the first row, then those of the others, their bits as by `_keys`.
+
+    None where the sample misleads. Of very many numbers those that are kept of a pass are the sample of another."""
     places = [rank + 1 for _ in sample for rank in ranks]
     likely = [(keys, (rank + 1) / size) for keys in _keys(sample.numpy()) for rank in ranks]
     for _ in range(2):
         limits = [bracket(keys[: len(keys) // loops.RUN * loops.RUN].reshape(-1, loops.RUN), p) for keys, p in likely]
         counts = _count(loops, over, limits, len(ranks))
         found = list(map(order, counts, limits, places))
-        known = [each.bits for each in found if each is not None]
+        known = [each for each in found if each is not None]
         if len(known) == len(places):
-            return list(torch.from_numpy(from_keys(known)).view(-1, len(ranks)).double().T[..., None])
+            return known
         shares = [(p - c.below - c.at_low) / max(c.inside, 1) for c, p in zip(counts, places, strict=True)]
         if not all(each or 0 < share <= 1 for each, share in zip(found, shares, strict=True)):
             break

@@ -108,16 +108,16 @@ def products_by_loops(read: Read, size: int, *, based: bool, diagonal: bool) -> 
     return (partial(block, start, min(start + BLOCK, size)) for start in range(0, size, BLOCK))
 
 
-def sums_of(
+def each_window(
     window: Callable[[int, int, Tensor], Window],
-    sums: Callable[[Window], Any],
+    function: Callable[[Window], T],
     leaf: Tensor,
     size: int,
     most: int,
     *,
     rows: bool,
-) -> Iterator[Callable[[], Any]] | None:
-    """Tasks that give the sums of a leaf's windows that loops read, such as `looped.ByField.norms`, in order.
+) -> Iterator[Callable[[], T]] | None:
+    """Tasks that call a function, such as `looped.ByField.norms`, on a leaf's windows that loops read, in order.
 
     Args: size: coordinates at a time; most: the same of rows; rows: no row is cut.
     Returns: None where ``most`` does not hold rows that begin and end with blocks.
@@ -127,8 +127,8 @@ def sums_of(
         return None
     nothing = torch.empty(0, device="cpu")
 
-    def task(start: int, stop: int) -> Any:
-        return sums(window(start, stop, nothing))
+    def task(start: int, stop: int) -> T:
+        return function(window(start, stop, nothing))
 
     limit = max((min(most, ROWS) if rows else size) // step, 1) * step
     return (partial(task, *cut) for cut in spans(leaf, limit, rows=rows))
