@@ -983,8 +983,8 @@ MUTANTS = [
     *_of("evaluate/metrics.py:macro_f1", ("2 * right / (rows", "right / (rows")),
     *_of("evaluate/metrics.py:likelihood", ("math.fsum(sums) / math.fsum(counts)", "math.fsum(sums) / len(counts)")),
     *_of(
-        "suites/trace.py:_given",
-        ("end = pairs.target_ends(tokenizer) if self._pair else 1", "end = 1 + self._pair"),
+        "suites/trace_tokens.py:read",
+        ("end = pairs.target_ends(self._tokenizer) if self.pair else 1", "end = 1 + self.pair"),
         ("mask_prompt=True", "mask_prompt=False"),
     ),
     *_of("suites/trace_rows.py", ("rows.answers if rows.plain else rows.prompts", "rows.prompts")),

@@ -9,9 +9,8 @@ instead: all of a text is trained, and scored by likelihood, in windows (`text.w
 """
 
 import inspect
-import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -19,36 +18,27 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar, get_args
 
-import torch
 from torch import Tensor
 
 from .. import errors, tree
 from ..checkpoint import fingerprint
-from ..data import chat, pairs, text
+from ..data import chat, text
 from ..data.batching import batch_indices
-from ..data.cache import HELD, cached, versions
 from ..data.rows import Conversation, TextRows, place_of
 from ..data.splits import with_made
-from ..errors import check_member, count_problem, name_rows, problems_of
+from ..errors import check_member, count_problem, problems_of
 from ..evaluate import decoding, likelihood
 from ..evaluate.decoding import Decoding, prompt_ids
 from ..evaluate.engine import Engine, Generate, engine_name, find_engine, in_batches
-from ..evaluate.metrics import (
-    TRACE_METRICS,
-    TextMetric,
-    metric_of,
-    uncounted,
-)
+from ..evaluate.metrics import TRACE_METRICS, TextMetric, metric_of, uncounted
 from ..evaluate.records import Answer, Journal, content_key
 from ..grad import ModuleLoss
 from ..models import language
-from ..models.head import IGNORED
 from ..models.modules import frozen
 from ..models.pretrained import DeviceMap, LanguageModel
 from ..models.prompts import Prompts, prompts_of
 from ..models.seq2seq import start_problems
-from ..models.top_language import TopLanguage, top_language
-from ..progress import bar
+from ..models.top_language import top_language
 from ..types import Batch, Micro, Params
 from .sources import absolute, collect_splits, model_problems, pick_device, settled, shared_rows, tasks_of
 from .suite import BaseSuite, SuiteOptions, remembered
@@ -68,8 +58,9 @@ from .trace_rows import (
     texts_of,
     unlettered,
 )
+from .trace_states import States
+from .trace_tokens import Tokens, is_pair, length
 
-_TOGETHER = 4096  # tokens that go through the frozen layers in one pass
 # rows and tokens that are decoded together: small batches wait for the host; on a CPU large ones took as long
 _ON_A_GPU = 256, 16_384
 
@@ -200,22 +191,20 @@ class Trace(BaseSuite):
         self.notes += tuple(self._doubts(lm))
         self._device = next(iter(lm.params.values())).device
         self._settings = {task: Decoding(0) if task in self.plain else settings_of(task, own) for task in tasks}
-        config: Any = lm.module.config
-        self._positions = getattr(config, "max_position_embeddings", None) or math.inf
-        self._pair = bool(getattr(config, "is_encoder_decoder", False))
-        if self._pair and self.plain:
+        if is_pair(lm) and self.plain:
             raise ValueError(
                 f"{', '.join(sorted(self.plain))}: plain texts are for causal models, {own.model} is an "
                 "encoder-decoder: give rows of prompt and answer"
             )
         if own.chat:
             self._chat(lm)
-        self._form: Any = pairs if self._pair else text  # how rows become batches
-        self.split = self._form.split
+        cut: dict[str, Any] = {name: getattr(own, name) for name in ("max_length", "truncate", "mask_prompt")}
+        self._tokens = Tokens(self._lm, self._rows, self._chats, self.plain, **cut)
+        self.split = self._tokens.form.split
         for task in own.only or tasks:
             decoded = task not in TASKS and not self._by_likelihood(task)
             self.notes += (*self._cut_off(task), *self._joined(task)) if decoded else ()
-        self._top, self._prompts = self._frozen_below(lm)
+        self._states, self._prompts = self._frozen_below(lm)
         repeats = {task: s.repeats for task, s in self._settings.items() if s.repeats > 1}
         members: dict[str, Any] = {"base": lm.params, "where": lm.where, "untrained": frozen(lm.module)}
         super().__init__(tasks=tasks, seed=seed, repeats=repeats, **members)
@@ -288,20 +277,21 @@ class Trace(BaseSuite):
             said = ", ".join(f"{name} {value}" for name, value in unused.items())
             yield f"{self.options.model} sets {said} for generation, which decoding here does not use"
 
-    def _frozen_below(self, lm: LanguageModel) -> tuple[TopLanguage | None, Prompts | None]:
+    def _frozen_below(self, lm: LanguageModel) -> tuple[States | None, Prompts | None]:
         """The top layers alone, to train and decode with, where only these are trained and need nothing but states."""
         own = self.options
-        if self._pair or own.train_layers is None or own.gradient_checkpointing or own.device_map is not None:
+        if self._tokens.pair or own.train_layers is None or own.gradient_checkpointing or own.device_map is not None:
             return None, None
         texts = asked_of(next(iter(self._rows.values()))).prompts[:3]
         rows = [(*ids[: 16 - i], lm.tokenizer.eos_token_id) for i, ids in enumerate(prompt_ids(texts, lm.tokenizer))]
-        top = top_language(lm, self._collate([text.Example(ids, ids) for ids in rows]))
+        top = top_language(lm, self._tokens.collate([text.Example(ids, ids) for ids in rows]))
         if isinstance(top, str):
             self.notes += (f"the frozen layers of {own.model} cannot be cached ({top}): they run in every step",)
             return None, None
         with decoding.evaluating(lm.module):
             found = prompts_of(lm.module, decoding.prompt_tokens(rows, self._device))
-        return top, None if isinstance(found, str) else found
+        states = States(top, self._tokens, lm.module, next(iter(lm.params)))
+        return states, None if isinstance(found, str) else found
 
     def _cut_off(self, task: str) -> list[str]:
         """A note on dev answers that are longer than what is decoded."""
@@ -317,7 +307,7 @@ class Trace(BaseSuite):
 
     def _joined(self, task: str) -> list[str]:
         """A note on prompts that are decoded from tokens that no training row begins with."""
-        if self._pair or (self.options.mask_prompt and not self.options.chat):
+        if self._tokens.pair or (self.options.mask_prompt and not self.options.chat):
             return []
         rows = self._rows[task, "dev"]
         prompts, chat = rows.prompts[:100], self.options.chat
@@ -338,7 +328,7 @@ class Trace(BaseSuite):
 
     def _chat(self, lm: LanguageModel) -> None:
         """Prompts by the tokenizer's template. Raises: ValueError for a model without one."""
-        if self._pair:
+        if is_pair(lm):
             raise ValueError(f"chat is for causal models, {self.options.model} is an encoder-decoder: leave --chat out")
         chat.check_template(lm.tokenizer, self.options.model)
         self._lm = lm._replace(tokenizer=chat.Rendered(lm.tokenizer))
@@ -369,42 +359,15 @@ class Trace(BaseSuite):
 
     def loss_fn(self, task: str) -> ModuleLoss:
         self.check(task)
-        return self._lm.loss_fn if self._top is None else self._top.loss_fn
+        return self._lm.loss_fn if self._states is None else self._states.loss_fn
 
     @remembered
     def epoch_steps(self, task: str) -> int:
         self.check(task)
-        limit, new, examples = self._positions, self._settings[task].max_new_tokens, self._examples(task, "train")
-        given = bool(self._by_likelihood(task))  # no prompt is decoded
-        problems = []
-        beside = 0 if self._pair else new  # positions that answers take beside prompts
-        fewer = "pass `max_new_tokens`"
-        if new > limit:  # the same text of all such tasks, so that one line names them
-            beyond = {t: self._settings[t].max_new_tokens for t in self.options.only or self._settings}
-            beyond = {t: count for t, count in beyond.items() if count > limit}
-            most = f"{'' if len(set(beyond.values())) == 1 else 'up to '}{max(beyond.values())}"
-            more = f"more than the model's {limit}: {fewer} below it"
-            problems.append(f"max_new_tokens of {', '.join(beyond)} is {most}, {more}")
-        if (longest := max(len(ids) for e in examples for ids in e)) > limit:
-            problems.append(
-                f"training rows of {task} have up to {longest} tokens, more than the model's {limit}: "
-                f"pass `max_length={limit}` or less, which cuts them"
-            )
-        for split in ("dev", "test") if given else ():
-            problems += problems_of(self._given, task, split)
-        for split in ("dev", "test") if beside <= limit and not given else ():
-            room = limit - beside
-            # a token is a byte at least, a few are special: most prompts need not be tokenized
-            long = [prompt for prompt in self._asked(task, split) if len(prompt.encode()) + 8 > room]
-            longest = max(map(len, self._lm.tokenizer(long, verbose=False)["input_ids"])) if long else 0
-            if longest > room:
-                more = f" with {beside} new ones" if beside else ""
-                way = f", or {fewer} {limit - longest} or less" if beside and longest < limit else ""
-                problems.append(
-                    f"{split} prompts of {task} have up to {longest} tokens,{more} more than the model's {limit}: "
-                    f"shorten these prompts{way}"
-                )
-        problems += start_problems(self._lm.module, examples[0].labels) if self._pair else []
+        new = {t: self._settings[t].max_new_tokens for t in self.options.only or self._settings}
+        problems = self._tokens.problems(task, new, read=bool(self._by_likelihood(task)))
+        examples = self._tokens.examples(task, "train")
+        problems += start_problems(self._lm.module, examples[0].labels) if self._tokens.pair else []
         errors.raise_problems(problems)
         return -(-len(examples) // self.options.batch_size)
 
@@ -413,14 +376,14 @@ class Trace(BaseSuite):
 
     def batch_rows(self, task: str, key: Tensor, step: int) -> list[int]:
         self.check(task)
-        return batch_indices(key, len(self._examples(task, "train")), self.options.batch_size, step).tolist()
+        return batch_indices(key, len(self._tokens.examples(task, "train")), self.options.batch_size, step).tolist()
 
     @remembered
     def train_rows(self, task: str) -> dict[str, Any]:
         self.check(task)
         own = self._chats if self.options.chat else self._rows
         train, dev = (content_key({"rows": hashed(own[task, split])}) for split in ("train", "dev"))
-        inputs = content_key({"ids": self._examples(task, "train")[:1000]})
+        inputs = content_key({"ids": self._tokens.examples(task, "train")[:1000]})
         place = place_of(self.options.data, task, SPLITS["train"])
         return {
             "from": place,
@@ -432,9 +395,9 @@ class Trace(BaseSuite):
 
     def dev_batches(self, task: str) -> list[Micro]:
         self.check(task)
-        rows, size = range(len(self._examples(task, "dev"))), self.options.batch_size
+        rows, size = range(len(self._tokens.examples(task, "dev"))), self.options.batch_size
         parts = (self._some(task, "dev", rows[i : i + size]) for i in rows[::size])
-        return [micro for part in parts for micro in self._form.split(part, 1)]
+        return [micro for part in parts for micro in self.split(part, 1)]
 
     def score(self, params: Params, task: str, split: str) -> float:
         return fmean(self.score_once(params, task, split, r) for r in range(self.repeats.get(task, 1)))
@@ -453,7 +416,7 @@ class Trace(BaseSuite):
         size, tokens = self._together()
         texts = in_batches(
             self._generate(here, task, split, size),
-            self._asked(task, split),
+            self._tokens.prompts(task, split),
             self._settings[task],
             self.seed,
             repeat=repeat,
@@ -480,16 +443,16 @@ class Trace(BaseSuite):
         """The texts that a metric takes: answers, or what is read of log probabilities."""
         lm, choices = self._lm, self._rows[task, split].choices
         if name := self._by_likelihood(task):
-            own: dict[str, Any] = {"collate": self._collate, "batch_size": size, "norm": name == "choice_norm"}
-            return likelihood.reader(lm.loss_fn, params, self._given(task, split), choices, **own)
+            own: dict[str, Any] = {"collate": self._tokens.collate, "batch_size": size, "norm": name == "choice_norm"}
+            return likelihood.reader(lm.loss_fn, params, self._tokens.read(task, split), choices, **own)
         kept = {"prompts": self._prompts} if self._engine is decoding.generator else {}
         return self._engine(lm.loss_fn, lm.tokenizer, params, batch_size=size, **kept)
 
     def _lengths(self, task: str, split: str) -> list[int]:
         """Tokens of every row: of its prompt, or, where they are read, of its texts side by side."""
         if not self._by_likelihood(task):
-            return list(map(len, self._tokens(task, split)))
-        return [len(own) * max(map(_length, own)) for own in self._given(task, split)]
+            return list(map(len, self._tokens.prompt_ids(task, split)))
+        return [len(own) * max(map(length, own)) for own in self._tokens.read(task, split)]
 
     def _together(self) -> tuple[int, int | None]:
         """Rows, and tokens if these count too, that are decoded together at most."""
@@ -499,25 +462,14 @@ class Trace(BaseSuite):
 
     def cuts(self, task: str) -> text.Cut:
         self.check(task)
-        lengths, limit = [max(map(len, own)) for own in self._examples(task, "train")], self.options.max_length
-        if task in self.plain:
-            return text.Cut(len(lengths), 0.0, 0.0, 0.0, max(lengths), len(self._rows[task, "train"].answers))
-        # shorter examples are not cut: most rows need not be tokenized again
-        places = [place for place, length in enumerate(lengths) if length >= limit]
-        if not places:
-            return text.Cut(len(lengths), 0.0, 0.0, 0.0, max(lengths))
-        if self.options.chat:
-            chats = some_of(self._chats[task, "train"], places)
-            return chat.cut_report(chats, self._lm.tokenizer, max_length=limit).among(len(lengths))
-        rows = {task: pairs_of(some_of(self._rows[task, "train"], places))}
-        return self._form.cut_report(rows, self._lm.tokenizer, max_length=limit)[task].among(len(lengths))
+        return self._tokens.cuts(task)
 
     @remembered
     def content(self, task: str, split: str) -> str:
         tokenizer = self._lm.tokenizer
         facts = {
             "rows": hashed(self._rows[task, split]),
-            "tokens": self._given(task, split) if self._by_likelihood(task) else self._tokens(task, split),
+            "tokens": (self._tokens.read if self._by_likelihood(task) else self._tokens.prompt_ids)(task, split),
             "tokenizer": self._tokenizer(),
             "special": [
                 tokenizer.eos_token_id,
@@ -553,151 +505,9 @@ class Trace(BaseSuite):
         return TRACE_METRICS[task].__name__ if task in TRACE_METRICS else own
 
     def _some(self, task: str, split: str, rows: Sequence[int]) -> Batch:
-        examples = self._examples(task, split)
-        batch = self._collate([examples[i] for i in rows])
-        return batch if self._top is None else {**batch, "states": self._states(task, split)(rows, batch)}
-
-    @remembered  # computed when a split is first used
-    def _states(self, task: str, split: str) -> Callable[[Sequence[int], Batch], Tensor]:
-        """States of the frozen layers for rows, by their places and their batch: (B, T, D), 0 where a row is filled."""
-        examples, top = self._examples(task, split), self._top
-        assert top is not None
-        lengths = [len(example.input_ids) for example in examples]
-        order = sorted(range(len(examples)), key=lambda i: lengths[i])
-        one = top.states(self._collate([examples[order[0]]]))
-        if sum(lengths) * one[0, 0].nbytes > HELD:
-            return lambda rows, batch: top.states(batch).cpu()
-        parts: list[list[int]] = []
-        for i in order:  # a row is at least as long as those before it
-            if not parts or (len(parts[-1]) + 1) * lengths[i] > _TOGETHER:
-                parts.append([])
-            parts[-1].append(i)
-
-        def every() -> dict[str, Tensor]:
-            found: dict[int, Tensor] = {}
-            with bar(len(parts), desc=f"states of frozen layers, {task}", leave=False, delay=1) as shown:
-                for part in parts:
-                    states = top.states(self._collate([examples[i] for i in part])).cpu()
-                    found |= {i: own[: lengths[i]].clone() for i, own in zip(part, states, strict=True)}
-                    shown.update()
-            return {"states": torch.cat([found[i] for i in range(len(examples))])}
-
-        config = {
-            "tokens": content_key({"ids": [example.input_ids for example in examples]}),
-            "first": next(iter(self.base)),
-            "dtype": str(one.dtype),
-            "device": self._device.type,
-            **self._below(),
-        }
-        kept = cached("text-states", config, every)["states"].split(lengths)
-
-        def filled(rows: Sequence[int], batch: Batch) -> Tensor:
-            states = one.new_zeros(*batch["input_ids"].shape, one.shape[-1], device="cpu")
-            for place, i in enumerate(rows):
-                states[place, : lengths[i]] = kept[i]
-            return states
-
-        return filled
-
-    @remembered
-    def _below(self) -> dict[str, Any]:
-        """All that states depend on beside tokens."""
-        config: Any = self._lm.module.config
-        return {
-            "model": [str(config), str(getattr(config, "_attn_implementation", None))],
-            "frozen": fingerprint(frozen(self._lm.module)),
-            "versions": versions("torch", "transformers"),
-        }
-
-    def _collate(self, examples: list[text.Example]) -> Batch:
-        batch: Batch = self._form.collate(examples, text.pad_id(self._lm.tokenizer))
-        # rows are filled up to a multiple, which may be beyond the model's positions
-        width = max(self._positions, *map(_length, examples))
-        return batch if batch["input_ids"].shape[1] <= width else {name: own[:, :width] for name, own in batch.items()}
-
-    @remembered  # tokenized when a task is first trained: merging and evaluation do not need it
-    def _examples(self, task: str, split: str) -> list[text.Example]:
-        if task in self.plain:
-            return [example for own in self._windows(task, split) for example in own]
-        options = {name: getattr(self.options, name) for name in ("max_length", "truncate", "mask_prompt")}
-        vocabulary = self._lm.module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-        rows = pairs_of(self._rows[task, split])
-        try:
-            if self.options.chat:
-                del options["mask_prompt"]
-                return chat.encode(self._chats[task, split], self._lm.tokenizer, vocabulary=vocabulary, **options)
-            return self._form.encode(rows, self._lm.tokenizer, vocabulary=vocabulary, **options)
-        except ValueError as error:
-            raise ValueError(f"{split.replace('train', 'training')} rows of {task}: {error}") from error
-
-    @remembered
-    def _windows(self, task: str, split: str) -> list[tuple[text.Example, ...]]:
-        """The windows of every plain text, which are trained and scored alike."""
-        vocabulary = self._lm.module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-        limit, texts = self.options.max_length, self._rows[task, split].answers
-        try:
-            found = text.windows(texts, self._lm.tokenizer, vocabulary=vocabulary, max_length=limit)
-        except ValueError as error:
-            raise ValueError(f"{task} ({SPLITS[split]}): {error}") from error
-        if (longest := max(_length(example) for own in found for example in own)) > self._positions:
-            raise ValueError(
-                f"windows of {task} ({SPLITS[split]}) have up to {longest} tokens, more than the model's "
-                f"{self._positions}: pass `max_length={self._positions}` or less, which splits its texts further"
-            )
-        return found
-
-    @remembered
-    def _given(self, task: str, split: str) -> Sequence[Sequence[text.Example]]:
-        """The texts of every row whose log probabilities are read, never cut: its answer, its choices, or its windows.
-
-        Labels are the answer's tokens and EOS, as in training, or the choice's tokens without EOS.
-        Raises: ValueError for rows that are longer than the model's positions, and choices without a token.
-        """
-        if task in self.plain:
-            return self._windows(task, split)
-        rows, tokenizer, place = self._rows[task, split], self._lm.tokenizer, f"{task} ({SPLITS[split]})"
-        vocabulary = self._lm.module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-        whole: dict[str, Any] = {"vocabulary": vocabulary, "max_length": sys.maxsize}
-        options = rows.choices or [(answer,) for answer in rows.answers]
-        asked = [(prompt, one) for prompt, own in zip(rows.prompts, options, strict=True) for one in own]
-        try:
-            if self.options.chat:
-                every = chat.encode(self._chats[task, split], tokenizer, last=True, **whole)
-            else:
-                every = self._form.encode(asked, tokenizer, mask_prompt=True, **whole)
-        except ValueError as error:
-            counted = ", a row for each choice" if rows.choices else ""
-            raise ValueError(f"{place}{counted}: {error}") from error
-        if rows.choices:
-            end = pairs.target_ends(tokenizer) if self._pair else 1
-            every = [own._replace(labels=(*own.labels[:-end], *[IGNORED] * end)) for own in every]
-        parts = iter(every)
-        found = [[next(parts) for _ in own] for own in options]
-        longest = [max(map(_length, own)) for own in found]
-        problems = []
-        if long := [i for i, length in enumerate(longest) if length > self._positions]:
-            problems.append(
-                f"{name_rows(long)} of {place} with answers have up to {max(longest)} tokens, more than the model's "
-                f"{self._positions}: shorten these prompts or answers"
-            )
-        if bare := [i for i, own in enumerate(found) if not all(map(self._predicts, own))]:
-            problems.append(f"a choice of {name_rows(bare)} of {place} has no token: change it, or remove these rows")
-        errors.raise_problems(problems)
-        return found
-
-    def _predicts(self, example: text.Example) -> bool:
-        """Whether a label of the example is predicted: of a causal model's all but the first can be."""
-        return any(label != IGNORED for label in example.labels[0 if self._pair else 1 :])
-
-    @remembered
-    def _tokens(self, task: str, split: str) -> list[list[int]]:
-        return prompt_ids(self._asked(task, split), self._lm.tokenizer, closed=self._pair)
-
-    def _asked(self, task: str, split: str) -> tuple[str, ...]:
-        """The prompts that are decoded: with the line end that no loss has taught an expert to write."""
-        prompts, own = self._rows[task, split].prompts, self.options
-        end = "\n" if own.mask_prompt and not (own.chat or self._pair) else ""
-        return tuple(prompt + end for prompt in prompts) if end else prompts
+        examples = self._tokens.examples(task, split)
+        batch = self._tokens.collate([examples[i] for i in rows])
+        return batch if self._states is None else {**batch, "states": self._states.of(task, split, rows, batch)}
 
 
 def unread_metric(metric: str | None, plain: Set[str], tasks: Sequence[str]) -> list[str]:
@@ -733,10 +543,6 @@ def settings_of(task: str, options: TraceOptions) -> Decoding:
         max_new_tokens=min(given.max_new_tokens, options.max_new_tokens or given.max_new_tokens),
         repeats=(options.repeats or given.repeats) if given.temperature else 1,
     )
-
-
-def _length(example: text.Example) -> int:
-    return max(map(len, example))
 
 
 def _begun(choices: Sequence[str]) -> bool:

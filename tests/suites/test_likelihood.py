@@ -234,10 +234,10 @@ def test_what_cannot_be_read_is_an_error_with_a_way_out(load, folders, tmp_path,
     with pytest.raises(ValueError, match="metric choice needs rows of prompt, answer and choices: leave --chat out"):
         load(chat=True, metric="choice")
     own = load()
-    longest = max(len(one.input_ids) for row in own._given("mine", "test") for one in row)
+    longest = max(len(one.input_ids) for row in own._tokens.read("mine", "test") for one in row)
     for limit in (longest, longest - 1):
         own = load()
-        monkeypatch.setattr(own, "_positions", limit)
+        monkeypatch.setattr(own._tokens, "positions", limit)
         told = [text for text in problems_of(own.epoch_steps, "mine") if "(eval)" in text]
         assert len(told) == longest - limit
     assert (
@@ -249,8 +249,8 @@ def test_what_cannot_be_read_is_an_error_with_a_way_out(load, folders, tmp_path,
 
 def test_rows_as_long_as_the_positions_are_not_filled_up_beyond_them(load, folders, tmp_path):
     own = load(metric="choice")
-    rows = [one for split in ("dev", "test") for row in own._given("mine", split) for one in row]
-    longest = max(len(one.input_ids) for one in (*rows, *own._examples("mine", "train")))
+    rows = [one for split in ("dev", "test") for row in own._tokens.read("mine", split) for one in row]
+    longest = max(len(one.input_ids) for one in (*rows, *own._tokens.examples("mine", "train")))
     assert longest % 8  # batches are filled up to a multiple of it
     model, tokenizer = tmp_path / "model", own._lm.tokenizer
     ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
@@ -280,12 +280,14 @@ def test_of_a_conversation_the_last_answer_and_its_end_are_read(load, folders, t
         rows = [{"messages": [{"role": role, "content": content} for role, content in turns]}]
         (tmp_path / f"rows/mine/{split}.json").write_text(json.dumps(rows))
     suite = load(model=str(model), data=str(tmp_path / "rows"), chat=True)
-    ((one,),) = suite._given("mine", "dev")
+    ((one,),) = suite._tokens.read("mine", "dev")
     own = suite._lm.tokenizer.decode([label for label in one.labels if label != -100])
     assert own.replace(" ", "") == "therate</s>"
     assert "[user]dev?" in suite._lm.tokenizer.decode(one.input_ids).replace(" ", "")
     count = sum(label != -100 for label in one.labels)
-    ((total, found),) = log_likelihoods(suite._lm.loss_fn, suite.base, [one], collate=suite._collate, batch_size=1)
+    ((total, found),) = log_likelihoods(
+        suite._lm.loss_fn, suite.base, [one], collate=suite._tokens.collate, batch_size=1
+    )
     assert found == count
     assert suite.score(suite.base, "mine", "dev") == pytest.approx(100 * math.exp(total / count))
 

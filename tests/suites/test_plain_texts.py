@@ -141,7 +141,7 @@ def test_truncate_and_mask_prompt_change_nothing(suite, load):
 
 def test_split_texts_are_counted(suite, load):
     whole = load(max_length=200)
-    longest = max(len(own.input_ids) for own in whole._examples("law", "train"))
+    longest = max(len(own.input_ids) for own in whole._tokens.examples("law", "train"))
     assert suite.cuts("law") == text.Cut(22, 0, 0, 0, LIMIT, 11)
     assert whole.cuts("law") == text.Cut(11, 0, 0, 0, longest, 11)
     (note,) = cut_notes(suite, ("law",))
@@ -334,7 +334,7 @@ def test_plain_texts_of_the_hub_are_those_of_a_folder(hub, load, folders, suite,
 def test_windows_beyond_the_models_positions_are_an_error(load, monkeypatch):
     for limit in (LIMIT, LIMIT - 1):
         own = load()
-        monkeypatch.setattr(own, "_positions", limit)
+        monkeypatch.setattr(own._tokens, "positions", limit)
         problems = problems_of(own.epoch_steps, "law")
         assert len(problems) == LIMIT - limit
     assert re.match(r"windows of law \(train\) have up to 12 tokens, .* 11: pass `max_length=11` or less", problems[0])

@@ -33,7 +33,7 @@ from smat_fn.scripts.train.joint import joint_run
 from smat_fn.scripts.train.loop import budget
 from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.training import train_run
-from smat_fn.suites import load_suite, task_names, trace, trace_rows
+from smat_fn.suites import load_suite, task_names, trace, trace_rows, trace_states
 
 EXAMPLE = runpy.run_path(str(Path(__file__).parents[2] / "examples/trace_tiny.py"))
 WORDS = ["hold", "raise", "cut", "the", "rate", "and", "keep", "prices", "stable", "now"]
@@ -100,7 +100,7 @@ def test_the_base_is_every_leaf_of_the_model_and_the_masked_set_that_of_blocks(s
 
 def test_answers_beyond_the_models_positions_are_one_line_for_all_tasks(load, monkeypatch):
     own = load()
-    monkeypatch.setattr(own, "_positions", 3)
+    monkeypatch.setattr(own._tokens, "positions", 3)
     told = "max_new_tokens of FOMC, MeetingBank is 4, more than the model's 3: pass `max_new_tokens` below it"
     for task in ("FOMC", "MeetingBank"):
         problems = problems_of(own.epoch_steps, task)
@@ -189,14 +189,14 @@ def test_rows_that_are_not_cut_are_tokenized_once(load, folders):
             return self.tokenizer(texts, **options)
 
     rows, tokenizer = pairs(folders, "FOMC", "train"), own._lm.tokenizer
-    lengths = [len(example.input_ids) for example in own._examples("FOMC", "train")]
+    lengths = [len(example.input_ids) for example in own._tokens.examples("FOMC", "train")]
     whole = text.cut_report({"FOMC": rows}, tokenizer, max_length=12)["FOMC"]
-    own._lm = own._lm._replace(tokenizer=Counted(tokenizer))
+    own._tokens._tokenizer = Counted(tokenizer)
     assert own.cuts("FOMC") == whole
     assert len(tokenized) == 2 * lengths.count(12)
     longest = load(max_length=whole.longest + 1)
-    longest._examples("FOMC", "train")
-    longest._lm = longest._lm._replace(tokenizer=None)
+    longest._tokens.examples("FOMC", "train")
+    longest._tokens._tokenizer = None
     assert longest.cuts("FOMC") == text.Cut(len(rows), 0, 0, 0, whole.longest)
 
 
@@ -216,7 +216,7 @@ def test_a_gpu_decodes_as_many_rows_together_as_have_few_enough_tokens(load, mon
         return lambda prompts, *args, **options: asked.append((batch_size, len(prompts))) or ["A"] * len(prompts)
 
     suite = load(engine=engine)
-    count, longest = len(suite._rows["FOMC", "test"].answers), max(map(len, suite._tokens("FOMC", "test")))
+    count, longest = len(suite._rows["FOMC", "test"].answers), max(map(len, suite._tokens.prompt_ids("FOMC", "test")))
     suite.score_once(suite.base, "FOMC", "test", 0)
     suite._device = torch.device("meta")
     monkeypatch.setattr(trace, "_ON_A_GPU", (256, 2 * (longest + 4)))
@@ -909,7 +909,7 @@ def test_prompts_pass_the_frozen_layers_once_for_all_weights(top, cache, monkeyp
     below = top._lm.module.model.layers[0].mlp
 
     below.register_forward_hook(lambda _, args, out: calls.append(out.shape[1]))
-    prompts = [len(row) for row in top._tokens("FOMC", "dev")]
+    prompts = [len(row) for row in top._tokens.prompt_ids("FOMC", "dev")]
     for shift in (0.0, 0.3, 0.6):
         params = {name: leaf + shift * leaf.sign() for name, leaf in top.base.items()}
         answers = [Kept(), Kept()]
@@ -935,7 +935,7 @@ class Kept:
 def test_many_states_are_computed_batch_by_batch(top, cache, monkeypatch):
     kept, suite = top(), top()
     own = kept.batch("FOMC", random.key(0), 0)
-    monkeypatch.setattr(trace, "HELD", 100)
+    monkeypatch.setattr(trace_states, "HELD", 100)
     other = suite.batch("FOMC", random.key(0), 0)
     real = own["attention_mask"].bool()
     torch.testing.assert_close(other["states"][real], own["states"][real], rtol=1e-5, atol=1e-6)
@@ -946,7 +946,7 @@ def test_many_states_are_computed_batch_by_batch(top, cache, monkeypatch):
 
 def test_rows_pass_the_frozen_layers_in_parts(top, cache, monkeypatch):
     expected = top().batch("FOMC", random.key(0), 0)["states"]
-    monkeypatch.setattr(trace, "_TOGETHER", 40)
+    monkeypatch.setattr(trace_states, "_TOGETHER", 40)
     monkeypatch.setenv("SMAT_FN_CACHE", str(cache / "other"))
     torch.testing.assert_close(top().batch("FOMC", random.key(0), 0)["states"], expected)
 
