@@ -727,10 +727,12 @@ def test_errors_for_adapters_of_a_component_and_of_convolutions_name_the_way_out
     assert str(caught.value).count(" as base") == 1
     plan(TA, start / "unet", {"x": of_part}, tmp_path / "none")
     a, b = factors((6, 6))
+    grouped = adapter({"model.layers.1.q": (a[..., None], b[:, :1, None])}, name="grouped")
+    told = "convolutions with groups are not read here: merge it into its base with peft, and give the result"
+    with pytest.raises(ValueError, match=f" do not fit, {told}"):
+        plan(TA, start / "unet", {"x": grouped}, tmp_path / "none")
     conv = adapter({"model.layers.1.q": (a[..., None], b[..., None])}, name="conv")
     told = "convolutions are not read here: merge it into its base with peft, and give the result"
-    with pytest.raises(ValueError, match=f" do not fit, {told}"):
-        plan(TA, start / "unet", {"x": conv}, tmp_path / "none")
     with pytest.raises(ValueError, match=f" not factors of a matrix, {told}"):
         merge_adapters({"x": conv}, tmp_path / "none", lambda found: found["x"])
     with pytest.raises(ValueError, match="convolutions are not read here, merge it into its base with peft"):

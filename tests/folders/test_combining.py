@@ -268,11 +268,6 @@ def test_ranks_and_values_that_cannot_be_merged(saved, tmp_path):
         ValueError, match=f"adapter 'x': {missing} is not a folder: give the folder of a LoRA adapter, or"
     ):
         merge_adapters({"x": missing}, tmp_path / "out", lambda held: held["x"])
-    of_diffusers = tmp_path / "diffusers/pytorch_lora_weights.safetensors"
-    of_diffusers.parent.mkdir()
-    of_diffusers.touch()
-    with pytest.raises(ValueError, match=f"adapter 'x': {of_diffusers.parent} holds an adapter of diffusers: fuse it"):
-        merge_adapters({"x": of_diffusers.parent}, tmp_path / "out", lambda held: held["x"])
     with pytest.raises(ValueError, match="no adapters: give at least one"):
         combined({}, tmp_path / "out", "cat")
     assert not (tmp_path / "out").exists()

@@ -99,7 +99,8 @@ def test_an_index_that_is_none(text, inputs, tmp_path):
         ("model.pt", "holds pickled weights under the name model.pt: give this file if it is a state dict, or save"),
         ("llama.Q4_K.gguf", "holds a GGUF file (llama.Q4_K.gguf), whose weights are quantised"),
         ("sdxl.safetensors", "holds weights under the name sdxl.safetensors: give this file"),
-        ("pytorch_lora_weights.safetensors", "holds an adapter of diffusers: fuse it into its pipeline (load_lora"),
+        ("pytorch_lora_weights.safetensors", "pytorch_lora_weights.safetensors cannot be read (Error while deserial"),
+        ("pytorch_lora_weights.bin", "holds pickled weights under the name pytorch_lora_weights.bin: give this file"),
         ("notes.txt", "holds neither model.safetensors nor model.safetensors.index.json: give the folder"),
         ("training_args.bin", "holds neither model.safetensors nor model.safetensors.index.json: give the folder"),
         ("checkpoint-9/model.safetensors", "holds no weights, but its folders checkpoint-9 do: give one of them"),
@@ -120,14 +121,10 @@ def test_other_formats(file, words, inputs, tmp_path):
 def test_an_adapter_whose_weights_are_elsewhere(inputs, tmp_path):
     (tmp_path / "ours").mkdir()
     (tmp_path / "ours" / "adapter_config.json").write_text("{}")
-    told = {
-        "lora.safetensors": "the configuration of an adapter and no adapter_model.safetensors: copy or download it",
-        "adapters.safetensors": "an adapter of MLX (adapters.safetensors): write its whole model by mlx_lm.fuse, and",
-    }
-    for file, words in told.items():
-        (tmp_path / "ours" / file).touch()
-        (problem,) = refusal(tmp_path, inputs[0], {"x": tmp_path / "ours"})
-        assert problem.startswith(f"expert 'x': {tmp_path}/ours holds {words}")
+    (tmp_path / "ours/lora.safetensors").touch()
+    (problem,) = refusal(tmp_path, inputs[0], {"x": tmp_path / "ours"})
+    words = "the configuration of an adapter and no adapter_model.safetensors: copy or download it"
+    assert problem.startswith(f"expert 'x': {tmp_path}/ours holds {words}")
 
 
 def test_quantised_weights(family, folders, inputs, tmp_path):

@@ -223,9 +223,10 @@ def test_a_state_dict_in_one_file(folders, tmp_path):
     folders.assert_same_bits(load_file(tmp_path / "out/model.safetensors"), folders.in_memory(TA, base, experts))
     again = plan(TA, tmp_path / "out/model.safetensors", {"x": tmp_path / "out", **inputs}, tmp_path / "again")
     assert again.shards == ("model.safetensors",)
-    save_file({"a.lora_down.weight": torch.zeros(2)}, tmp_path / "l.safetensors")
-    with pytest.raises(ValueError, match=r"expert 'l': .* holds factors of an adapter \('a\.lora_down\.weight'\)"):
-        plan(TA, tmp_path / "base.safetensors", {"l": tmp_path / "l.safetensors"}, tmp_path / "no")
+    torch.save({"a.lora_down.weight": torch.zeros(2)}, tmp_path / "l.ckpt")
+    told = r"expert 'l': .* holds factors of an adapter \('a\.lora_down\.weight'\), not weights: give it as an expert"
+    with pytest.raises(ValueError, match=told):
+        plan(TA, tmp_path / "base.safetensors", {"l": tmp_path / "l.ckpt"}, tmp_path / "no")
     positions = {"text.position_ids": torch.arange(8)[None]}
     save_file(base | positions, tmp_path / "positions.safetensors")
     save_file(experts["x"] | {"text.position_ids": torch.arange(8.0)[None]}, tmp_path / "floats.safetensors")

@@ -8,6 +8,8 @@ from typing import Any
 import regex
 
 CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+PICKLED = "adapter_model.bin"  # of older versions of peft
 
 _LONGEST = 1.0  # seconds that an expression may take: re, which has no limit, may never end
 _UNUSED = {  # by the merged weights; everything else that is set, and not handled below, is refused

@@ -1,8 +1,9 @@
 """LoRA adapters: as experts, base + s B A (DoRA: rescaled by row) formed a few rows at a time, and as factors."""
 
+import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,13 +14,12 @@ from torch import Tensor
 from ... import checkpoint, errors, tree
 from ...execution import unrounded
 from ...merge.around.factors import Factors
-from .adapter_config import CONFIG, MERGED, config_problems, is_other_kind, no_scales, scale_of
+from .adapter_config import CONFIG, MERGED, PICKLED, WEIGHTS, config_problems, is_other_kind, no_scales, scale_of
+from .lora_files import MAGNITUDE, Opened, file_of, open_foreign
 from .naming import namings
 from .reading import Folder, Pickled, Read, Store, Stored, config_of, foreign
 from .vocabulary import HEAD, by_token
 
-WEIGHTS = "adapter_model.safetensors"
-PICKLED = "adapter_model.bin"  # of older versions of peft
 BESIDE = "non_lora_trainables.bin", "trainable_params.bin"  # of LLaVA (its projector), of LongLoRA
 PREFIX = "base_model.model."
 BLOCK = 1 << 15  # coordinates of one matrix product: its shape decides the last bit, so it is not an option
@@ -29,7 +29,6 @@ _PARTS = {
     ".lora_embedding_A": ("A", True),
     ".lora_embedding_B": ("B", True),
 }
-_MAGNITUDE = ".lora_magnitude_vector"  # of DoRA
 _HEAD = "if it is a head, pass `heads='keep'`, else "
 
 
@@ -44,10 +43,10 @@ class _Pair(NamedTuple):
 
 
 def is_adapter(path: Path) -> bool:
-    """Does a folder hold an adapter and no whole model?"""
-    return any((path / file).exists() for file in (CONFIG, WEIGHTS, PICKLED)) and not any(
-        (path / file).exists() for file in (checkpoint.WEIGHTS, checkpoint.INDEX)
-    )
+    """Does a folder hold an adapter and no whole model, or is a file one of another tool?"""
+    own = any((path / file).exists() for file in (CONFIG, WEIGHTS, PICKLED))
+    whole = any((path / file).exists() for file in (checkpoint.WEIGHTS, checkpoint.INDEX))
+    return (own and not whole) or file_of(path) is not None
 
 
 def weights_of(path: Path) -> Path:
@@ -61,12 +60,14 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
     s is ``lora_alpha / r``, or ``lora_alpha / √r`` with ``use_rslora``; ``rank_pattern`` and ``alpha_pattern`` change r
     and lora_alpha of the modules that they match, as peft does. With ``use_dora`` each row of a linear layer's weight
     is then divided by its norm and multiplied by the module's magnitude. Biases that were trained (``bias``) are whole
-    leaves. No tensor data is read.
+    leaves. No tensor data is read. Adapters of other tools are read as `open_foreign` says.
 
     Args: heads: whole leaves that base lacks are taken too, by their names without peft's prefix.
     Raises: ValueError that lists what is broken, unknown, of another kind than LoRA and DoRA, or fits no leaf of base.
     """
-    config, store, problems = _opened(label, path, whole=True)
+    file = file_of(path)
+    opened = _opened(label, path, whole=True) if file is None else open_foreign(label, file, base)
+    config, store, scale, problems, files, note = opened
     held, strange = _held(label, store)
     problems += strange
     shapes = {name: tuple(leaf.shape) for name, leaf in held.items()}
@@ -94,7 +95,7 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
         leaves[leaf], reads[leaf] = held[name], Stored(store, name)
         touched |= set() if ".base_layer." in name else {leaf}
     problems += _unread(label, path, unknown)
-    if no_scales(config):
+    if scale is None:
         halves.clear()  # nothing to compute their ranks and scales with, as is told
     problems += _of_a_part(label, halves, base)
     transposed = _layout(label, halves, shapes, config, base)
@@ -104,15 +105,15 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
             head = True
             continue
         with errors.collected(problems):
-            leaf, pair = _pair(label, path, module, embedding, names, shapes, config, known, transposed)
+            leaf, pair = _pair(label, path, module, embedding, names, shapes, opened, known, transposed)
             origin, read = leaves[leaf], reads[leaf]
             leaves[leaf] = origin.to(tree.compute_dtype(origin))
             reads[leaf] = _changed(store, pair, read, leaves[leaf])
             touched.add(leaf)
     errors.raise_problems(problems)
-    notes = _base_note(label, path, config, base), _tied_note(label, touched, base, head)
-    stores = {weights_of(path): store, path / CONFIG: None}
-    return Folder(label, leaves, reads, stores, path, note="; ".join(filter(None, notes)))
+    tied = "" if file is not None else _tied_note(label, touched, base, head)  # mlx-lm adapts the head too
+    notes = filter(None, (_base_note(label, path, config, base), tied, note))
+    return Folder(label, leaves, reads, files, path, note="; ".join(notes))
 
 
 def _held(label: str, store: Any) -> tuple[dict[str, Tensor], list[str]]:
@@ -162,7 +163,7 @@ def _base_note(label: str, path: Path, config: Mapping[str, Any], base: Folder) 
 
 def _is_magnitude(name: str, config: Mapping[str, Any], shapes: Collection[str]) -> bool:
     """Whether a name is that of a DoRA module's magnitude."""
-    of_module = name.endswith(_MAGNITUDE) and f"{name.removesuffix(_MAGNITUDE)}.lora_A.weight" in shapes
+    of_module = name.endswith(MAGNITUDE) and f"{name.removesuffix(MAGNITUDE)}.lora_A.weight" in shapes
     return of_module and config.get("use_dora") is True
 
 
@@ -239,7 +240,12 @@ def read_adapter(label: str, path: Path) -> Held:
 
     Raises: ValueError that lists what is broken, unknown, or more than A and B of matrices.
     """
-    config, store, problems = _opened(label, path)
+    if (file := file_of(path)) is not None:
+        raise ValueError(
+            f"{label}: {file} is not of PEFT, and adapters of other tools are only merged as whole models: merge.py "
+            "MERGER --base BASE --experts ADAPTERS"
+        )
+    config, store, scale, problems, *_ = _opened(label, path)
     halves: dict[tuple[str, bool], dict[str, str]] = {}
     others: dict[str, list[str]] = {}
     for name in store.names:
@@ -262,7 +268,6 @@ def read_adapter(label: str, path: Path) -> Held:
     if not halves and not problems:
         problems.append(f"{label}: {weights_of(path)} holds no factors: is it an adapter?")
     found = dict[str, Factors]()
-    known = not no_scales(config)
     for (module, _), names in halves.items():
         if len(names) < 2:
             problems.append(f"{label}: {next(iter(names.values()))!r} has no other factor in {WEIGHTS}: save it again")
@@ -273,25 +278,23 @@ def read_adapter(label: str, path: Path) -> Held:
             problems.append(
                 f"{label}: {shapes} of {module!r} are not factors of a matrix, convolutions are not read here: {MERGED}"
             )
-        elif known:
+        elif scale is not None:
             with errors.collected(problems):
-                found[module] = Factors(a, b, scale_of(label, config, module, len(a)))
+                found[module] = Factors(a, b, scale(module, len(a)))
     errors.raise_problems(problems)
     parameters = (str(name).removesuffix(".in_proj_weight") for name in config.get("target_parameters") or ())
     embeddings = frozenset(module for module, embedding in halves if embedding)
     return Held(found, embeddings, frozenset(parameters), under, config)
 
 
-def _opened(label: str, path: Path, *, whole: bool = False) -> tuple[dict[str, Any], Store | Pickled, list[str]]:
-    """Configuration and weights of an adapter, and problems. Raises: ValueError where there is nothing else to say."""
+def _opened(label: str, path: Path, *, whole: bool = False) -> Opened:
+    """An adapter of peft, with its problems. Raises: ValueError where there is nothing else to say."""
     if not path.is_dir():
         raise ValueError(
             f"{label}: {path} is not a folder: give the folder of a LoRA adapter, or a hub name owner/name"
         )
     if not (path / CONFIG).is_file():
-        of_diffusers = any(path.glob("pytorch_lora_weights.*"))
-        what = f"holds no {CONFIG}: give the folder of a LoRA adapter, or download it again"
-        raise ValueError(f"{label}: {path} {foreign(path) if of_diffusers else what}")
+        raise ValueError(f"{label}: {path} holds no {CONFIG}: give the folder of a LoRA adapter, or download it again")
     try:
         config = checkpoint.read_json(path / CONFIG)
         file = weights_of(path)
@@ -311,7 +314,8 @@ def _opened(label: str, path: Path, *, whole: bool = False) -> tuple[dict[str, A
     ]
     if is_other_kind(config):  # its leaves are another kind's too
         raise ValueError(problems[0])
-    return config, store, problems
+    scale = None if no_scales(config) else partial(scale_of, label, config)
+    return Opened(config, store, scale, problems, {file: store, path / CONFIG: None})
 
 
 def stored_halves(module: str, a: Tensor, b: Tensor, *, embedding: bool) -> dict[str, Tensor]:
@@ -327,7 +331,7 @@ def _pair(
     embedding: bool,
     names: Mapping[str, str],
     shapes: Mapping[str, tuple[int, ...]],
-    config: Mapping[str, Any],
+    opened: Opened,
     base: Folder,
     transposed: Callable[[str], bool],
 ) -> tuple[str, _Pair]:
@@ -338,18 +342,23 @@ def _pair(
         lacking = f"but base has no parameter {module + '.weight'!r}: was it trained from another base?"
         raise ValueError(f"{label}: it adapts {module!r}, {_headless(f'{module}.weight') or lacking}")
     a, b, wanted = shapes[names["A"]], shapes[names["B"]], tuple(base.leaves[leaf].shape)
-    if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
-        raise ValueError(f"{label}: A {a} and B {b} of {module!r} do not fit, convolutions are not read here: {MERGED}")
-    fits = [transposed for transposed in (False, True) if wanted == ((a[1], b[0]) if transposed else (b[0], a[1]))]
+    if min(len(a), len(b), len(wanted)) < 2 or a[0] != b[1] or math.prod(b[2:]) != 1:
+        what = f"A {a} and B {b} of {module!r} do not fit, convolutions with groups are not read here"
+        raise ValueError(f"{label}: {what}: {MERGED}")
+    made, bare = (b[0], *a[1:]), len(a) == len(wanted) == 2
+    fits = [False] if _without_ones(made) == _without_ones(wanted) else []
+    fits += [True] if bare and made[::-1] == wanted else []
     if not fits:
         raise ValueError(
-            f"{label}: B A of {module!r} has shape {(b[0], a[1])}, parameter {leaf!r} of base {wanted}: "
+            f"{label}: B A of {module!r} has shape {made}, parameter {leaf!r} of base {wanted}: "
             "was it trained from another base?"
         )
-    scale = scale_of(label, config, module.removeprefix(PREFIX), a[0])
+    assert opened.scale is not None, "without scales no pairs are left"
+    scale = opened.scale(module.removeprefix(PREFIX), a[0])
     swapped = fits[0] if len(fits) == 1 else embedding or transposed(leaf)
-    magnitude = f"{module}{_MAGNITUDE}" if config.get("use_dora") is True else None
-    if magnitude is not None and (embedding or swapped):
+    config = opened.config
+    magnitude = f"{module}{MAGNITUDE}" if config.get("use_dora") is True else None
+    if magnitude is not None and (embedding or swapped or len(wanted) > 2):
         raise ValueError(f"{label}: DoRA of {module!r}, which is not a linear layer, is not read here: {MERGED}")
     if magnitude is not None and shapes.get(magnitude) != wanted[:1]:
         raise ValueError(
@@ -443,12 +452,17 @@ def _leaf(name: str, base: Folder) -> str | None:
     return next((leaf for leaf in (bare, bare.partition(".")[2]) if leaf in base.leaves), None)
 
 
-def _changed(store: Store | Pickled, pair: _Pair, origin: Read, leaf: Tensor) -> Read:
-    columns = leaf.shape[1]
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without its last sizes of 1: as a matrix, the kernel of a 1 x 1 convolution has the same factors."""
+    return _without_ones(shape[:-1]) if shape[-1:] == (1,) else shape
+
+
+def _changed(store: Any, pair: _Pair, origin: Read, leaf: Tensor) -> Read:
+    columns = math.prod(leaf.shape[1:])
     height = max(1, BLOCK // columns)
 
     def read(start: int, stop: int) -> Tensor:
-        a, b = store.get_tensor(pair.a), store.get_tensor(pair.b)
+        a, b = store.get_tensor(pair.a).flatten(1), store.get_tensor(pair.b).flatten(1)
         left, right = (a.T, b.T) if pair.transposed else (b, a)
         right = right.float().contiguous()
         out = origin(start, stop).to(leaf.dtype, copy=True)

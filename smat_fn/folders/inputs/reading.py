@@ -51,7 +51,7 @@ _QUANTISED = (  # last parts of leaf names: GPTQ and AWQ, bitsandbytes, compress
     *("weight_packed", "weight_scale", "weight_zero_point", "weight_scale_inv", "W_q"),
 )
 _SHARD = re.compile(r"-\d+-of-\d+\.(safetensors|sft|bin)$")
-_FACTOR = re.compile(r"\.(lora[._]|lora_linear_layer\.|hada_|lokr_)")  # LoRA, LoHa, LoKr of kohya or diffusers
+FACTOR = re.compile(r"\.(lora[._]|lora_linear_layer\.|hada_|lokr_)|_lora\.(down|up)\.")  # LoRA, LoHa, LoKr
 _DEQUANTISED = "merge the checkpoint it was made from, or a dequantised copy"
 _SAFE = "save the state dict with safetensors.torch.save_file, or the model with save_pretrained"
 _POINTER = b"version https://git-lfs."
@@ -249,10 +249,10 @@ def open_folder(label: str, path: Path) -> Folder:
                 )
             leaves[own], reads[own] = leaf, Stored(store, name)
     problems += _quantised(label, [path, *(path / prefix for prefix in modules)], leaves)
-    if path.is_file() and (factor := next(filter(_FACTOR.search, leaves), None)):
+    if path.is_file() and (factor := next(filter(FACTOR.search, leaves), None)):
         problems.append(
-            f"{label}: {path} holds factors of an adapter ({factor!r}), and a merge of factors is not that of their "
-            "products: merge it into its model first, or give the folder of an adapter that PEFT wrote"
+            f"{label}: {path} holds factors of an adapter ({factor!r}), not weights: give it as an expert of the model "
+            f"that it was trained on, from a .safetensors file, which safetensors.torch.save_file writes"
         )
     if not leaves and not problems:
         problems.append(f"{label}: {path} holds no parameters: download it again, or save the model again")
@@ -453,15 +453,8 @@ def foreign(path: Path, only: str = "*") -> str:
         return "holds models of several tasks: write one of them by merge.py export FOLDER --base BASE --task TASK"
     if only == "adapter_model.safetensors":
         return "is the file of an adapter: give its folder, in which adapter_config.json says how to apply it"
-    if "adapter_model.safetensors" in names:
+    if {"adapter_model.safetensors", "adapters.safetensors", "pytorch_lora_weights.safetensors"} & {*names}:
         return "holds an adapter, not a whole model: only experts can be adapters"
-    if "adapters.safetensors" in names and "adapter_config.json" in names:
-        return "holds an adapter of MLX (adapters.safetensors): write its whole model by mlx_lm.fuse, and give that"
-    if any(fnmatch(name, "pytorch_lora_weights.*") for name in names):
-        return (
-            "holds an adapter of diffusers: fuse it into its pipeline (load_lora_weights, fuse_lora, "
-            "unload_lora_weights, save_pretrained), and give that"
-        )
     if "adapter_config.json" in names:
         return "holds the configuration of an adapter and no adapter_model.safetensors: copy or download it again"
     if only.endswith(SUFFIXES + PICKLES):

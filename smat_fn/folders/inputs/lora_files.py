@@ -1,0 +1,489 @@
+"""LoRA files of diffusers, kohya's scripts and MLX as experts: their factors by the parameters of base they change."""
+
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from ... import checkpoint, errors
+from ...errors import and_more, some_of
+from .adapter_config import CONFIG, PICKLED, WEIGHTS, config_problems, no_scales, scale_of
+from .reading import DIFFUSION, DIFFUSION_INDEX, FACTOR, PIPELINE, SUFFIXES, Folder, Store, config_of, is_single
+from .vocabulary import HEAD, by_token
+
+DIFFUSERS, MLX = "pytorch_lora_weights.safetensors", "adapters.safetensors"
+_METADATA = "lora_adapter_metadata"  # of diffusers: settings of peft in the header, by component
+_ENDS = {  # of the names of tensors, and what these are
+    **{".lora_A.weight": "A", ".lora_B.weight": "B"},
+    **{".lora.down.weight": "A", ".lora.up.weight": "B"},  # of older versions of diffusers
+    **{".lora_linear_layer.down.weight": "A", ".lora_linear_layer.up.weight": "B"},
+    **{"_lora.down.weight": "A", "_lora.up.weight": "B"},
+    **{".lora_down.weight": "A", ".lora_up.weight": "B"},  # of kohya's scripts
+    ".alpha": "alpha",
+}
+_OF_MLX = {".lora_a": "A", ".lora_b": "B", ".m": "magnitude"}
+_DENOISERS = "unet", "transformer", "prior"
+_TEXT = {"te": "text_encoder", "te1": "text_encoder", "te2": "text_encoder_2", "te3": "text_encoder_3"}
+_FLAT = re.compile(r"lora_(unet|transformer|te[123]?)_(.+)")  # of kohya's scripts, with "_" for "."
+_DOTTED = re.compile(r"(unet|transformer(?:_2)?|prior|diffusion_model|text_encoder(?:_[234])?)\.(.+)")
+_INSIDE = {  # where one file of a whole model has its components
+    "model.diffusion_model.": "unet",
+    "cond_stage_model.transformer.": "text_encoder",
+    "cond_stage_model.model.": "text_encoder",
+    "conditioner.embedders.0.transformer.": "text_encoder",
+    "conditioner.embedders.1.model.": "text_encoder_2",
+    "text_encoders.clip_l.transformer.": "text_encoder",
+    "text_encoders.clip_g.transformer.": "text_encoder_2",
+    "text_encoders.t5xxl.transformer.": "text_encoder_3",
+}
+_ENCODERS = "cond_stage_model.", "conditioner.", "text_encoders."
+_BLOCK = re.compile(r"(input|output)_blocks_(\d+)_(\d)_(.+)")
+_MIDDLE = re.compile(r"middle_block_([012])_(.+)")
+_RESBLOCK = re.compile(r"transformer_resblocks_(\d+)_(.+)")
+_NAMES = {  # of the original code of UNets and of OpenCLIP, and those of diffusers and transformers
+    "input_blocks_0_0": "conv_in",
+    "out_2": "conv_out",
+    "time_embed_0": "time_embedding_linear_1",
+    "time_embed_2": "time_embedding_linear_2",
+    "label_emb_0_0": "add_embedding_linear_1",
+    "label_emb_0_2": "add_embedding_linear_2",
+    "in_layers_2": "conv1",
+    "emb_layers_1": "time_emb_proj",
+    "out_layers_3": "conv2",
+    "skip_connection": "conv_shortcut",
+    "attn": "self_attn",
+    "attn_out_proj": "self_attn_out_proj",
+    "mlp_c_fc": "mlp_fc1",
+    "mlp_c_proj": "mlp_fc2",
+}
+_OLD = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}  # of text encoders
+_FUSED = ".in_proj_weight"  # of OpenCLIP: queries, keys and values below each other
+_THIRDS = {"q": 0, "k": 1, "v": 2}
+MAGNITUDE = ".lora_magnitude_vector"  # of peft's DoRA
+_UNREAD = "merge it into its model by the tool that trained it, and give that"
+_OF_PEFT = f"give the folder of an adapter of PEFT, in which {CONFIG} says its scale"
+_FUSE = "write the whole model by mlx_lm.fuse, and give that"
+
+
+Find: TypeAlias = Callable[[str], list[tuple[str, str]]]
+
+
+class Made:
+    """Tensors by name, each made of those of a file when it is read: the part of `Store` that a reader needs."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, tuple[Tensor, Callable[[], Tensor]]] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all tensors."""
+        return list(self._made)
+
+    def add(self, name: str, like: Tensor, make: Callable[[], Tensor]) -> None:
+        """One more tensor. Args: like: a meta tensor of its shape and dtype."""
+        self._made[name] = like, make
+
+    def header(self, name: str) -> Tensor:
+        """Shape and dtype of a tensor, as a meta tensor."""
+        return self._made[name][0]
+
+    def get_tensor(self, name: str) -> Tensor:
+        """A tensor's values."""
+        return self._made[name][1]()
+
+
+class Opened(NamedTuple):
+    """An adapter with the names that peft gives to factors."""
+
+    config: dict[str, Any]
+    store: Any  # `Store`, `Pickled` or `Made`
+    scale: Callable[[str, int], float] | None  # of a module's factors of this rank; None where settings are broken
+    problems: list[str]
+    files: dict[Path, Any]  # as `Folder.stores`
+    note: str = ""
+
+
+class _Module(NamedTuple):
+    """An adapted module of a file: its name there, its component, its path in it, and its tensors by what they are."""
+
+    name: str
+    part: str
+    path: str
+    held: dict[str, str]
+
+
+def file_of(path: Path) -> Path | None:
+    """The weights of another tool's adapter, given as a file or by its folder; None for anything else."""
+    if path.is_dir():
+        others = WEIGHTS, PICKLED, checkpoint.WEIGHTS, checkpoint.INDEX, PIPELINE, DIFFUSION, DIFFUSION_INDEX
+        if any((path / name).exists() for name in others):
+            return None
+        return next((path / name for name in (DIFFUSERS, MLX) if (path / name).is_file()), None)
+    if path.suffix not in SUFFIXES or not is_single(path):
+        return None
+    try:
+        return path if any(map(FACTOR.search, Store(path).names)) else None
+    except (OSError, ValueError, SafetensorError):
+        return None  # whoever opens it says why
+
+
+def open_foreign(label: str, file: Path, base: Folder) -> Opened:
+    """The factors of a file by the parameters of base that they change; no tensor but alphas is read.
+
+    Names are those of diffusers, or flat as kohya's; those of a UNet's original code and of OpenCLIP mean the same.
+
+    Raises: ValueError that lists what is broken, unknown, not of a plain LoRA, or not in base.
+    """
+    store = _opened(label, file)
+    if any(name.endswith(".lora_a") for name in store.names) or file.name == MLX:
+        return _of_mlx(label, file, store)
+    modules = _modules(label, file, store, _ENDS)
+    problems = list[str]()
+    settings = _settings(label, store, modules, problems)
+    places, note = _places(label, file, store, modules, base)
+    made, scales = Made(), dict[str, float]()
+    for leaf, own in _targets(label, file, modules, places, base, problems).items():
+        name = leaf.removesuffix(_FUSED).removesuffix(".weight")
+        with errors.collected(problems):
+            found = {_scale(label, store, module, settings) for module in own.values()}
+            if len(found) > 1:
+                raise ValueError(f"{label}: it changes {leaf!r} at scales {found}, which is not read here: {_UNREAD}")
+            scales[name] = found.pop()
+            if leaf.endswith(_FUSED):
+                _add_fused(label, made, name, store, own, tuple(base.leaves[leaf].shape))
+                continue
+            for half in "AB":
+                stored = own[""].held[half]
+                made.add(f"{name}.lora_{half}.weight", _like(store, stored), partial(store.get_tensor, stored))
+    return Opened({}, made, lambda module, rank: scales[module], problems, {file: store}, note)
+
+
+def _opened(label: str, file: Path) -> Store:
+    try:
+        return Store(file)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(f"{label}: {file} cannot be read ({error}): copy or download it again") from error
+
+
+def _like(store: Store, name: str) -> Tensor:
+    leaf = store.header(name)
+    assert leaf is not None, "`_modules` refuses dtypes that cannot be merged"
+    return leaf
+
+
+def _modules(label: str, file: Path, store: Store, ends: Mapping[str, str]) -> list[_Module]:
+    """The modules that a file adapts. Raises: ValueError for each tensor that is not one of a plain adapter's."""
+    problems, found, others = list[str](), dict[str, _Module](), dict[str, list[str]]()
+    for name in store.names:
+        end = next((end for end in ends if name.endswith(end)), "")
+        if (like := store.header(name)) is None:
+            code = store.code(name)
+            problems.append(f"{label}: {name!r} is stored as {code}, which cannot be merged: save the adapter again")
+        elif not end or name.startswith("base_model."):
+            kind = "".join(re.findall(r"[^.]+(?:\.weight|\.bias)?$", name))
+            others.setdefault(kind, []).append(name)
+        elif ends[end] in "AB" and (like.ndim < 2 or not like.numel()):
+            shape = tuple(like.shape)
+            problems.append(f"{label}: {name!r} of shape {shape} is not a factor of a matrix: save the adapter again")
+        else:
+            module = name.removesuffix(end)
+            held = found.setdefault(module, _Module(module, *_part(module, old=end[0] == "_"), {})).held
+            if ends[end] in held:
+                problems.append(f"{label}: {held[ends[end]]!r} and {name!r} mean the same: save the adapter again")
+            held[ends[end]] = name
+    for first, *more in others.values():
+        told = and_more([repr(first), *more])
+        way = _OF_PEFT if first.startswith("base_model.") else _FUSE if ".lora_a" in ends else _UNREAD
+        problems.append(f"{label}: {file.name} holds {told}, which is not of a plain LoRA: {way}")
+    alone = [module for module in found.values() if not {"A", "B"} <= module.held.keys()]
+    problems += [
+        f"{label}: {next(iter(module.held.values()))!r} has no other factor in {file.name}: save the adapter again"
+        for module in alone
+        if not others
+    ]
+    if not found and not problems:
+        problems.append(f"{label}: {file} holds no factors: is it an adapter?")
+    errors.raise_problems(problems)
+    return list(found.values())
+
+
+def _part(module: str, *, old: bool) -> tuple[str, str]:
+    """The component that a module's name begins with, "" for none, and its path there."""
+    found = _FLAT.fullmatch(module) or _DOTTED.fullmatch(module)
+    part, path = (_TEXT.get(found[1], found[1]), found[2]) if found else ("", module)
+    path = path.replace(".processor.", ".")
+    if old:
+        above, _, last = path.rpartition(".")
+        last = _OLD.get(last, last) if part.startswith("text") else last.replace("to_out", "to_out.0")
+        path = f"{above}.{last}"
+    return part, path
+
+
+def _settings(label: str, store: Store, modules: Sequence[_Module], problems: list[str]) -> dict[str, dict[str, Any]]:
+    """The settings of peft in the header of diffusers' file, by component; errors go into ``problems``."""
+    if (text := store.metadata.get(_METADATA)) is None:
+        return {}
+    try:
+        found: Any = json.loads(text)
+    except ValueError as error:
+        found = error
+    if not isinstance(found, dict):
+        problems.append(f"{label}: {_METADATA} in its header is {found!r:.80}, must be a JSON object: save it again")
+        return {}
+    if both := next((module.held["alpha"] for module in modules if "alpha" in module.held), ""):
+        problems.append(f"{label}: it holds {both!r} and {_METADATA} in its header, two scales: remove one of them")
+    known = dict[str, dict[str, Any]]()
+    for part in dict.fromkeys(module.part for module in modules):
+        start = f"{part}." if part else ""
+        own = {name.removeprefix(start): value for name, value in found.items() if name.startswith(start)}
+        problems += [text.replace(CONFIG, _METADATA) for text in config_problems(label, own)]
+        known |= {} if no_scales(own) else {part: own}
+    return known
+
+
+def _scale(label: str, store: Store, module: _Module, settings: Mapping[str, Mapping[str, Any]]) -> float:
+    """alpha / rank, else that of the header's settings, else 1.
+
+    Raises: ValueError for an alpha that is 0 or not a finite number, for names of PEFT alone, and as `scale_of`.
+    """
+    rank = len(_like(store, module.held["A"]))
+    if name := module.held.get("alpha"):
+        alpha = store.get_tensor(name)
+        value = float(alpha) if alpha.numel() == 1 else math.nan
+        if not math.isfinite(value) or value == 0:
+            raise ValueError(f"{label}: {name!r} is {alpha.tolist()}, must be a number other than 0: save it again")
+        return value / rank
+    if module.part not in settings:
+        if not module.part and module.held["A"].endswith(".lora_A.weight"):
+            raise ValueError(
+                f"{label}: nothing says at which scale {module.name!r} is changed: {_OF_PEFT}, or a file of diffusers, "
+                "whose names begin with the component (unet., transformer.)"
+            )
+        return 1.0
+    try:
+        return scale_of(label, settings[module.part], module.path, rank)
+    except ValueError as error:
+        raise ValueError(str(error).replace(CONFIG, _METADATA)) from None
+
+
+def _places(
+    label: str, file: Path, store: Store, modules: Sequence[_Module], base: Folder
+) -> tuple[dict[str, str], str]:
+    """The prefix that leaves of base have, for each component of a file that is in base, and a note on the others.
+
+    Raises: ValueError for a component that a whole model lacks, and where it is not clear which one base is.
+    """
+    parts = dict[str, list[_Module]]()
+    for module in modules:
+        parts.setdefault(module.part, []).append(module)
+    whole = (base.root / PIPELINE).is_file()
+    there = {prefix.rstrip("/"): prefix for prefix in base.outputs if prefix and whole}
+    if not whole:
+        there = {part: start for start, part in _INSIDE.items() if any(leaf.startswith(start) for leaf in base.leaves)}
+        whole = any(leaf.startswith(_ENCODERS) for leaf in base.leaves)
+    found = dict[str, str]()
+    for part in parts if there else ():
+        names = part, *(_DENOISERS if part in ("", "diffusion_model", *_DENOISERS) else ())
+        if known := next((name for name in names if name in there), None):
+            found[part] = there[known]
+    if not there:
+        find = _finder(base, "")
+        fitting = [part for part, own in parts.items() if any(_fits(store, module, base, find) for module in own)]
+        named = [part for part in fitting if part == base.root.name]
+        found = dict.fromkeys(named or fitting or parts, "")
+        if len(found) > 1:
+            what = "each of them fits" if fitting else "none of them fits"
+            raise ValueError(
+                f"{label}: {file.name} adapts {some_of(parts)}, and {what} base {base.root}: give the whole pipeline "
+                "as base, or the folder of one of them, under its name"
+            )
+    lost = [f"{part or 'a denoiser'} ({len(own)} modules)" for part, own in parts.items() if part not in found]
+    if lost and (whole or not found):
+        raise ValueError(f"{label}: {file.name} adapts {some_of(lost)}, base has {some_of(there)} alone: {_UNREAD}")
+    return found, f"{label} also adapts {some_of(lost)}, which base does not have: left out" if lost else ""
+
+
+def _fits(store: Store, module: _Module, base: Folder, find: Find) -> bool:
+    """Whether base has a module under its name and in its shape."""
+    a, b = (_like(store, module.held[half]) for half in "AB")
+    wanted = len(b), a.numel() // len(a)
+    found = (base.leaves[leaf] for leaf, third in find(module.path) if not third)
+    return any(wanted == (len(own), own.numel() // max(1, len(own))) for own in found)
+
+
+def _finder(base: Folder, prefix: str) -> Find:
+    """A function of a module's path or flat name: the weights of base that it means, and which third of each."""
+    of_blocks = config_of(base.root / prefix).get("layers_per_block", 2) == 2  # of all models with both kinds of names
+    flat = dict[str, list[str]]()
+    for leaf, own in base.leaves.items():
+        path = leaf.removeprefix(prefix)
+        end = next((end for end in (".weight", _FUSED) if path.endswith(end)), "")
+        if leaf.startswith(prefix) and end and own.ndim > 1:
+            key = _flat(path.removesuffix(end), of_blocks=of_blocks) + ("" if end == ".weight" else end)
+            flat.setdefault(key, []).append(leaf)
+
+    def find(path: str) -> list[tuple[str, str]]:
+        if (exact := f"{prefix}{path}.weight") in base.leaves:
+            return [(exact, "")]
+        name = _flat(path, of_blocks=of_blocks)
+        part = re.fullmatch(r"(.+_self_attn)_([qkv])_proj", name)
+        thirds = [(leaf, part[2]) for leaf in flat.get(part[1] + _FUSED, ())] if part else []
+        return [(leaf, "") for leaf in flat.get(name, ())] or thirds
+
+    return find
+
+
+def _flat(path: str, *, of_blocks: bool) -> str:
+    """A module's path as kohya's scripts write it, under the names of diffusers and transformers.
+
+    Args: of_blocks: a UNet's blocks have two layers each, which decides how the original code counts them.
+    """
+    name = path.replace(".", "_").removeprefix("text_model_")  # which transformers 5 does not store
+    if found := _RESBLOCK.fullmatch(name):
+        return f"encoder_layers_{found[1]}_{_NAMES.get(found[2], found[2])}"
+    if not of_blocks:
+        return name
+    if found := _MIDDLE.fullmatch(name):
+        inside = "resnets_0", "attentions_0", "resnets_1"
+        return f"mid_block_{inside[int(found[1])]}_{_NAMES.get(found[2], found[2])}"
+    if (found := _BLOCK.fullmatch(name)) is None:
+        return _NAMES.get(name, name)
+    side, rest = found[1], found[4]
+    block, layer = divmod(int(found[2]) - (side == "input"), 3)
+    if rest == "op":
+        return f"down_blocks_{block}_downsamplers_0_conv"
+    if rest == "conv":
+        return f"up_blocks_{block}_upsamplers_0_conv"
+    kind = "resnets" if found[3] == "0" else "attentions"
+    return f"{'down' if side == 'input' else 'up'}_blocks_{block}_{kind}_{layer}_{_NAMES.get(rest, rest)}"
+
+
+def _targets(
+    label: str, file: Path, modules: Sequence[_Module], places: Mapping[str, str], base: Folder, problems: list[str]
+) -> dict[str, dict[str, _Module]]:
+    """The modules of a file by the weight of base that each changes, and by its third of it; "" for the whole."""
+    finders = {prefix: _finder(base, prefix) for prefix in places.values()}
+    targets, unknown = dict[str, dict[str, _Module]](), list[str]()
+    for module in modules:
+        if module.part not in places:
+            continue
+        found = finders[places[module.part]](module.path)
+        if not found:
+            unknown.append(repr(module.name))
+        elif len(found) > 1:
+            problems.append(
+                f"{label}: {module.name!r} means {some_of(repr(leaf) for leaf, _ in found)} of base: {_UNREAD}"
+            )
+        else:
+            ((leaf, third),) = found
+            own = targets.setdefault(leaf, {})
+            if own.setdefault(third, module) is not module:
+                problems.append(
+                    f"{label}: {own[third].name!r} and {module.name!r} both change {leaf!r}: save the adapter again"
+                )
+    if unknown:
+        problems.append(
+            f"{label}: {file.name} adapts {and_more(unknown)}, but base has no parameter of this name: was it trained "
+            f"from another base? If base only has other names, {_UNREAD}"
+        )
+    return targets
+
+
+def _add_fused(
+    label: str, made: Made, name: str, store: Store, own: Mapping[str, _Module], shape: tuple[int, ...]
+) -> None:
+    """The factors of queries, keys and values as those of one matrix: A below each other, B along the diagonal."""
+    a, b = ([module.held[half] for module in own.values()] for half in "AB")
+    height, starts = shape[0] // 3, [_THIRDS[third] * (shape[0] // 3) for third in own]
+    for left, right, module in zip(b, a, own.values(), strict=True):
+        shapes = tuple(_like(store, left).shape), tuple(_like(store, right).shape)
+        rank = shapes[1][0]
+        if shapes != ((height, rank), (rank, shape[1])):
+            raise ValueError(
+                f"{label}: A {shapes[1]} and B {shapes[0]} of {module.name!r} are not factors of a third of "
+                f"{name + _FUSED!r} {shape}: was it trained from another base?"
+            )
+
+    def below() -> Tensor:
+        return torch.cat([store.get_tensor(half).float() for half in a])
+
+    def along() -> Tensor:
+        halves = [store.get_tensor(half).float() for half in b]
+        whole, column = torch.zeros(shape[0], sum(half.shape[1] for half in halves)), 0
+        for start, half in zip(starts, halves, strict=True):
+            whole[start : start + height, column : column + half.shape[1]] = half
+            column += half.shape[1]
+        return whole
+
+    rank = sum(len(_like(store, half)) for half in a)
+    made.add(f"{name}.lora_A.weight", torch.empty(rank, shape[1], device="meta"), below)
+    made.add(f"{name}.lora_B.weight", torch.empty(shape[0], rank, device="meta"), along)
+
+
+def _of_mlx(label: str, file: Path, store: Store) -> Opened:
+    """An adapter of mlx-lm: s · (lora_a @ lora_b)ᵀ is added; with DoRA rows then have the norms ``m``."""
+    config, scale = _mlx_config(label, file)
+    ends = {end: kind for end, kind in _OF_MLX.items() if kind != "magnitude" or config["use_dora"]}
+    made, problems = Made(), list[str]()
+    modules = _modules(label, file, store, ends)
+    for module in modules:
+        a, b = (_like(store, module.held[half]) for half in "AB")
+        if a.ndim != 2 or b.ndim != 2:
+            what = f"has {a.ndim} dimensions, as the experts of a mixture"
+            problems.append(f"{label}: {module.held['A']!r} {what}, which is not read here: {_FUSE}")
+            continue
+        if (rank := a.shape[1]) != config["r"]:
+            problems.append(
+                f"{label}: {module.name!r} has rank {rank}, its {CONFIG} says {config['r']}: of different adapters?"
+            )
+        if config["use_dora"] and "magnitude" not in module.held:
+            problems.append(f"{label}: {module.name!r} has no {module.name + '.m'!r}, its magnitude: save it again")
+        embedding = by_token(f"{module.name}.weight") and not module.name.endswith(HEAD.removesuffix(".weight"))
+        end = ".lora_embedding_{}" if embedding else ".lora_{}.weight"
+        for half, like in (("A", a), ("B", b)):
+            made.add(module.name + end.format(half), like.T, partial(_transposed, store, module.held[half]))
+        if own := module.held.get("magnitude"):
+            made.add(f"{module.name}{MAGNITUDE}", _like(store, own), partial(store.get_tensor, own))
+    return Opened(config, made, lambda module, rank: scale, problems, {file: store, file.parent / CONFIG: None})
+
+
+def _transposed(store: Store, name: str) -> Tensor:
+    return store.get_tensor(name).T
+
+
+def _mlx_config(label: str, file: Path) -> tuple[dict[str, Any], float]:
+    """The rank and kind of an adapter of mlx-lm in peft's terms, and its scale.
+
+    Raises: ValueError for weights that are not factors, and where rank or scale is missing or has two meanings.
+    """
+    path = file.parent / CONFIG
+    try:
+        found: Any = checkpoint.read_json(path)
+        own = found["lora_parameters"] if found.get("fine_tune_type") != "full" else {}
+        numbers = {name: own.get(name) for name in ("rank", "scale")}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{label}: {path} does not say rank and scale of this adapter of MLX ({error!r}): give the folder that "
+            f"mlx_lm.lora wrote, or {_FUSE}"
+        ) from error
+    kind = found.get("fine_tune_type", "dora" if found.get("use_dora") else "lora")
+    if kind not in ("lora", "dora"):
+        raise ValueError(f"{label}: its {CONFIG} sets fine_tune_type to {kind!r}, which is not read here: {_FUSE}")
+    for name, value in numbers.items():
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
+            raise ValueError(f"{label}: {name} in lora_parameters of {path} is {value!r}, must be a number: {_FUSE}")
+    rank, scale = numbers["rank"], float(numbers["scale"] or 0)
+    if (alpha := own.get("alpha")) not in (None, rank) and "fine_tune_type" not in found:
+        raise ValueError(
+            f"{label}: lora_parameters of {path} have alpha {alpha!r} and scale {scale:g}, and mlx-lm multiplied scale "
+            f"by alpha / rank until June 2024: multiply it there if the adapter is older, and remove alpha"
+        )
+    return {"r": rank, "use_dora": kind == "dora", "base_model_name_or_path": found.get("model")}, scale
