@@ -261,6 +261,19 @@ def test_a_pipeline_takes_all_components_and_a_component_its_own(folders, tmp_pa
     assert not any("left out" in note for note in plan(TA, half, {"x": half}, tmp_path / "none").notes)
 
 
+def test_text_encoders_are_those_that_transformers_5_stores_without_a_prefix(folders, tmp_path):
+    bare = {path.removeprefix("text_model."): shape for path, shape in TEXT.items()}
+    base = saved(tmp_path / "base/model.safetensors", weights(bare)).parent
+    found = factors(TEXT)
+    expected = changed(weights(bare), {path.removeprefix("text_model."): pair for path, pair in found.items()}, 2.0)
+    for name, tensors in {
+        "k": kohya(found, "lora_te_", alpha=4),
+        "d": named(found, "text_encoder.", "lora.down.weight", "lora.up.weight", alpha=4),
+    }.items():
+        made = merged(base, saved(tmp_path / f"{name}.safetensors", tensors), tmp_path / name)
+        folders.assert_same_bits(made, expected)
+
+
 def single(file, *, text=True):
     """One file of a whole model as Stability's SDXL: a UNet, CLIP as transformers names it, and OpenCLIP."""
     start = weights(UNET)
@@ -448,7 +461,7 @@ def test_thirds_of_another_shape_or_scale_are_errors(tmp_path):
         (
             "scale",
             kohya(factors({q: (4, 4)}), "lora_te2_", 1) | kohya(factors({k: (4, 4)}), "lora_te2_", 2),
-            "at scales {",
+            "have scales 0.5 and 1.0, which",
         ),
     ):
         with pytest.raises(ValueError, match=told):
@@ -465,9 +478,7 @@ def test_only_experts_are_adapters_and_only_pefts_are_combined(tmp_path):
         ValueError, match=r"base: .*mine holds an adapter, not a whole model: only experts can be adapt"
     ):
         plan(TA, file.parent, {"x": file}, tmp_path / "none")
-    with pytest.raises(
-        ValueError, match=r"adapter 'x': .* is not of PEFT, and adapters of other tools are only merged as"
-    ):
+    with pytest.raises(ValueError, match=r"adapter 'x': .* is an adapter of another tool than PEFT: merge whole"):
         merge_adapters({"x": file}, tmp_path / "none", lambda held: held["x"])
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"expert 'x': .* cannot be read .*: copy or download it again"):

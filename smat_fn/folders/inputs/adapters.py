@@ -242,8 +242,8 @@ def read_adapter(label: str, path: Path) -> Held:
     """
     if (file := file_of(path)) is not None:
         raise ValueError(
-            f"{label}: {file} is not of PEFT, and adapters of other tools are only merged as whole models: merge.py "
-            "MERGER --base BASE --experts ADAPTERS"
+            f"{label}: {file} is an adapter of another tool than PEFT: merge whole models instead, merge.py MERGER "
+            "--base BASE --experts ADAPTERS"
         )
     config, store, scale, problems, *_ = _opened(label, path)
     halves: dict[tuple[str, bool], dict[str, str]] = {}
@@ -342,11 +342,11 @@ def _pair(
         lacking = f"but base has no parameter {module + '.weight'!r}: was it trained from another base?"
         raise ValueError(f"{label}: it adapts {module!r}, {_headless(f'{module}.weight') or lacking}")
     a, b, wanted = shapes[names["A"]], shapes[names["B"]], tuple(base.leaves[leaf].shape)
-    if min(len(a), len(b), len(wanted)) < 2 or a[0] != b[1] or math.prod(b[2:]) != 1:
+    if min(len(a), len(b)) < 2 or a[0] != b[1] or math.prod(b[2:]) != 1:
         what = f"A {a} and B {b} of {module!r} do not fit, convolutions with groups are not read here"
         raise ValueError(f"{label}: {what}: {MERGED}")
     made, bare = (b[0], *a[1:]), len(a) == len(wanted) == 2
-    fits = [False] if _without_ones(made) == _without_ones(wanted) else []
+    fits = [False] if len(wanted) > 1 and _without_ones(made) == _without_ones(wanted) else []
     fits += [True] if bare and made[::-1] == wanted else []
     if not fits:
         raise ValueError(

@@ -73,7 +73,7 @@ _OF_PEFT = f"give the folder of an adapter of PEFT, in which {CONFIG} says its s
 _FUSE = "write the whole model by mlx_lm.fuse, and give that"
 
 
-Find: TypeAlias = Callable[[str], list[tuple[str, str]]]
+Find: TypeAlias = Callable[[str], list[tuple[str, str]]]  # weights of base by a module's path, and the third of each
 
 
 class Made:
@@ -155,7 +155,8 @@ def open_foreign(label: str, file: Path, base: Folder) -> Opened:
         with errors.collected(problems):
             found = {_scale(label, store, module, settings) for module in own.values()}
             if len(found) > 1:
-                raise ValueError(f"{label}: it changes {leaf!r} at scales {found}, which is not read here: {_UNREAD}")
+                scale = " and ".join(map(str, sorted(found)))
+                raise ValueError(f"{label}: parts of {leaf!r} have scales {scale}, which is not read here: {_UNREAD}")
             scales[name] = found.pop()
             if leaf.endswith(_FUSED):
                 _add_fused(label, made, name, store, own, tuple(base.leaves[leaf].shape))
@@ -320,7 +321,7 @@ def _fits(store: Store, module: _Module, base: Folder, find: Find) -> bool:
 
 
 def _finder(base: Folder, prefix: str) -> Find:
-    """A function of a module's path or flat name: the weights of base that it means, and which third of each."""
+    """A function of a module's path or flat name: the weights of base that it means; "" for the whole weight."""
     of_blocks = config_of(base.root / prefix).get("layers_per_block", 2) == 2  # of all models with both kinds of names
     flat = dict[str, list[str]]()
     for leaf, own in base.leaves.items():
