@@ -182,14 +182,21 @@ def never(schedule: Schedule, start: int, stop: int) -> str:
     return f"SMAT: no step is simulated, period is {schedule.period} and training ends after step {stop}: lower period"
 
 
-def others(trainer: Any, leaves: Mapping[str, nn.Parameter]) -> str:
-    """The warning for parameters that the optimizer trains beside the model's, an empty text otherwise."""
+def beside(trainer: Any, leaves: Mapping[str, nn.Parameter]) -> list[Tensor]:
+    """The parameters that the optimizer trains beside the model's, as those of a loss."""
     groups = getattr(getattr(trainer.optimizer, "optimizer", trainer.optimizer), "param_groups", None) or []
     held = {id(p): p for group in groups for p in group["params"] if p.requires_grad}
-    shapes = [tuple(p.shape) for key, p in held.items() if key not in {id(leaf) for leaf in leaves.values()}]
-    if not shapes or len(shapes) == len(held):  # an optimizer that has none of the model's may work on copies
+    own = {id(leaf) for leaf in leaves.values()}
+    found = [p for key, p in held.items() if key not in own]
+    return [] if len(found) == len(held) else found  # an optimizer that has none of the model's may work on copies
+
+
+def others(trainer: Any, leaves: Mapping[str, nn.Parameter]) -> str:
+    """The warning for parameters that the optimizer trains beside the model's, an empty text otherwise."""
+    found = beside(trainer, leaves)
+    if not found:
         return ""
-    texts = errors.some_of(map(str, shapes))
+    texts = errors.some_of(str(tuple(p.shape)) for p in found)
     return (
         f"SMAT: the optimizer also trains parameters that are not the model's, of shapes {texts}: they are neither "
         "simulated nor reweighted; make them parameters of the model if they are to be merged"
@@ -243,7 +250,8 @@ def describe(schedule: Schedule, climbs: Ascent | None, leaves: Mapping[str, Ten
     climbing = ""
     if climbs is not None:
         steps = "all steps climb" if climbs.climb == "both" else "clean steps climb"
-        climbing = f"; {steps} along the optimizer's momentum, rho {climbs.rho:g}"
+        along = "their gradient, in two passes" if climbs.climb == "asam" else "the optimizer's momentum"
+        climbing = f"; {steps} along {along}, rho {climbs.rho:g}"
     if schedule.off:
         return f"SMAT: Scale, Mask and Perturb are off, every step is clean{climbing}"
     every = "every step" if schedule.period == 1 else f"every step s with (s + 1) % {schedule.period} == 0"
@@ -305,10 +313,10 @@ def no_training_step(trainer: Any) -> str:
 
 
 def finished(trainer: Any, step: int) -> str:
-    """The error for a gradient that is reweighted already, and would be once more with what is added to it."""
+    """The error for a gradient that is complete, and would be reweighted, or dropped, with what is added to it."""
     return (
         f"training_step of {type(trainer).__name__} begins again after the last micro-batch of step {step}, whose "
-        "gradient is reweighted, and before the next step: call it once a micro-batch, and split a batch in a "
+        "gradient is complete, and before the next step: call it once a micro-batch, and split a batch in a "
         "training_step of the class, around super().training_step"
     )
 

@@ -5,22 +5,20 @@ attach(trainer, key=random.key(0), sigma=2e-3)
 trainer.train()
 """
 
-import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import errors, tree
 from ..grad import trained
 from ..mat import ascent
-from ..mat.ascent import Ascent, Climb
+from ..mat.ascent import Ascent, TrainerClimb
 from ..mat.offload import storage
 from ..mat.smat import Schedule
 from ..mat.weights import SimulatedWeights
@@ -29,7 +27,8 @@ from ..simulation.state import unknown_factors
 from ..tree import predicate
 from ..types import Noise, Params, Predicate, Where
 from ..where import block_linear, mask_problems
-from . import checks
+from . import checks, methods
+from .passes import Passes
 
 _LOG = logging.getLogger(__name__)
 _HANDLE = "_smat_attached"  # the trainer's attribute that holds the handle
@@ -53,12 +52,13 @@ class Attached:
         *,
         base: Params | Literal["host"] | None,
         where: Where | None,
-        climb: Climb | None = None,
+        climb: TrainerClimb | None = None,
         rho: float | None = None,
     ) -> None:
         self.draw: Draw | None = None
         self._trainer, self._key, self._schedule, self._asked = trainer, key, schedule, where
-        self._climbs = None if climb is None else Ascent(self._optimizer, climb, ascent.radius(rho))
+        self._climbs = None if climb is None else Ascent(self._optimizer, climb, ascent.radius(rho, climb))
+        self._twice = climb == "asam"  # whether the micro-batches of clean steps run twice
         self._plain = schedule.off and climb is None  # every step's loss is at theta
         self._host = isinstance(base, str)
         self._given = None if base is None or self._host else tree.flatten_unwrapped(base)
@@ -83,6 +83,7 @@ class Attached:
         self._inside: ExitStack | None = None  # a training_step that has not come to compute_loss
         self._early = ExitStack()  # hooks on the modules with trained parameters until then
         self._within = False  # a training_step
+        self._passes: Passes | None = None  # the first pass of a step whose micro-batches run twice
         self._scales, self._steps = list[Tensor](), 0  # alphas, and the number of steps, since the last log
         self._active = True
         self._replaced = {name: getattr(trainer, name) for name in _METHODS}
@@ -159,7 +160,8 @@ class Attached:
         problems += unknown_factors(self._schedule.factors or {}, leaves, "factors of alpha name")
         problems += mask_problems(where, leaves, self._schedule.drop_prob)
         # train() makes the optimizer where none is given
-        if self._climbs is not None and (self._optimizer() is not None or getattr(self._trainer, "is_in_train", False)):
+        made = self._optimizer() is not None or getattr(self._trainer, "is_in_train", False)
+        if self._climbs is not None and not self._twice and made:
             problems += [] if problems else ascent.optimizer_problems(self._optimizer(), leaves)
         errors.raise_problems(problems)
         self._text = checks.describe(self._schedule, self._climbs, leaves, where)
@@ -186,8 +188,9 @@ class Attached:
         else:
             base = {path: base[path].to(p.device) for path, p in leaves.items()}
         slices = max(1, self._schedule.period - 1) if self._host else None
+        climbs = None if self._twice else self._climbs
         self._weights = SimulatedWeights(
-            leaves, base, where=self._where(model), slices=slices, once=True, climbs=self._climbs
+            leaves, base, where=self._where(model), slices=slices, once=True, climbs=climbs
         )
         self._leaves, self._dtypes = leaves, [p.dtype for p in leaves.values()]
         origin: Mapping[str, Tensor] = self._own if self._host else base
@@ -232,7 +235,7 @@ class Attached:
         """Drop all references to the model of a finished training."""
         self._weights, self._leaves, self._norms, self._at_theta = None, {}, [], []
         self._step, self._now, self._complete, self._summed, self._finished = -1, None, False, -1, -1
-        self._scales, self._steps = [], 0
+        self._scales, self._steps, self._passes = [], 0, None
 
     def _call_model_init(self, *args: Any, **options: Any) -> Any:
         if self._active:
@@ -257,27 +260,34 @@ class Attached:
                 _ORIGINS[p] = self._origin[path]
             self._origin = {}
         trainer, weights, step = self._trainer, self._weights, self._trainer.state.global_step
-        loss = trainer.compute_loss
+        loss, model = trainer.compute_loss, args[0] if args else options["model"]
         assert weights is not None
         if step == self._finished:
             raise ValueError(checks.finished(trainer, step))
         if step != self._step:  # the first micro-batch of an optimizer step; one draw for all
             self._check_base()
-            self._check_parameters(args[0] if args else options["model"])
+            self._check_parameters(model)
             self._step, self._now = step, self._schedule.draw(self._key, step)
             if self._now is not None:
                 self.draw = self._now
-            elif not self._plain:
+            elif not self._plain and not self._twice:  # theta + e would overwrite what is copied
                 weights.prepare()
+        if self._twice and (self._passes is None or self._passes.step != step):  # an error ends no step
+            self._passes = Passes(trainer, step)
+        passes = self._passes if self._now is None else None
         self._within, before = True, self._seen()
         try:
             with ExitStack() as self._inside:
-                self._inside.enter_context(self._watched(args[0] if args else options["model"]))
+                self._inside.enter_context(self._watched(model))
+                if passes is not None:
+                    self._inside.enter_context(passes.first(model, args, options))
                 if loss != self._compute_loss:  # replaced since attach: all that it computes is at theta~
-                    self._inside.enter_context(_instead(trainer, "compute_loss", partial(self._loss, loss)))
+                    self._inside.enter_context(methods.instead(trainer, "compute_loss", partial(self._loss, loss)))
                 result = original(*args, **options)
                 if self._inside is not None and not self._left_out(before):
                     raise ValueError(checks.no_compute_loss(trainer))
+            if passes is not None and trainer.accelerator.sync_gradients:
+                self._repeat(passes, model)
         except BaseException:
             self._step, self._now = -1, None  # another try begins with other weights
             raise
@@ -359,13 +369,33 @@ class Attached:
         if inside is not None and not self._plain and self._summed != self._step:
             errors.raise_problems(checks.gradient_problems(self._leaves))
         self._summed = self._summed if inside is None else self._step
-        if inside is not None and not (self._now is None and self._climbs is None) and self._weights is not None:
+        at_theta = self._now is None and (self._climbs is None or self._twice)
+        if inside is not None and not at_theta and self._weights is not None:
             # from here to the end of the backward pass; what is prepared before, and may be generated, is at theta
-            for owner, name in self._at_theta:
-                inside.enter_context(_instead(owner, name, _Away(self._weights, owner, name)))
-            inside.enter_context(self._weights.at(self._now))
-            inside.enter_context(trained.still([] if self._now is None else self._norms))
+            self._switch(inside, self._weights, self._weights.at(self._now), still=self._now is not None)
         return original(*args, **options)
+
+    def _repeat(self, passes: Passes, model: nn.Module) -> None:
+        """The second pass of ASAM: the gradient at theta + e, e along the sum of the first pass, in its place."""
+        self._inside, self._passes, self._finished = None, None, passes.step
+        assert self._weights is not None
+        assert self._climbs is not None
+        if all(p.grad is None for p in self._leaves.values()):  # all batches were left out
+            return
+        for p in checks.beside(self._trainer, self._leaves):
+            p.grad = None
+        with ExitStack() as inside:
+            self._switch(inside, self._weights, self._weights.climbed(rho=self._climbs.rho), still=True)
+            passes.second(model, self._replaced["training_step"])
+
+    def _switch(
+        self, inside: ExitStack, weights: SimulatedWeights, block: AbstractContextManager[None], *, still: bool
+    ) -> None:
+        """Enter a block in which the parameters do not hold theta. Args: still: batch norms keep their statistics."""
+        for owner, name in self._at_theta:
+            inside.enter_context(methods.instead(owner, name, methods.Away(weights, owner, name)))
+        inside.enter_context(block)
+        inside.enter_context(trained.still(self._norms if still else []))
 
     def _log(self, logs: dict[str, float], *args: Any, **options: Any) -> Any:
         if self._active and self._steps and "loss" in logs:
@@ -395,7 +425,7 @@ def attach(
     alpha_max: float = 1.0,
     factors: Mapping[str, float] | None = None,
     antithetic: bool = False,
-    climb: Climb | None = None,
+    climb: TrainerClimb | None = None,
     rho: float | None = None,
 ) -> Attached:
     r"""Train by SMAT in a ``transformers.Trainer``, which still does everything else.
@@ -411,7 +441,10 @@ def attach(
 
     With ``climb`` the parameters hold ``theta + e`` in clean steps, for as long as theta~ in simulated ones, where
     ``e = rho theta^2 (.) d / (|| |theta| (.) d || + 1e-12)`` and d is the optimizer's momentum before the step, so that
-    e is 0 in the first one. With Scale, Mask and Perturb off (alpha_min 1, drop_prob 0, sigma 0) this is MSAM.
+    e is 0 in the first one. With Scale, Mask and Perturb off (alpha_min 1, drop_prob 0, sigma 0) this is MSAM. With
+    climb "asam" d is the gradient of the step: its micro-batches run at theta first, then all of them once more at
+    theta + e, whose gradient takes the place of the first one; batches, random numbers and the trainer's counters are
+    those of the first pass, and so are the loss and the metrics that are logged.
 
     The parameters are those of the model when ``train()`` begins (``model_init`` and hyperparameter search are fine),
     compared again before every step. Attaching again replaces the earlier SMAT; without base, its theta_0 stays.
@@ -426,8 +459,8 @@ def attach(
         where: the masked set; None: `smat_fn.where.block_linear` of the model.
         alpha_min, drop_prob, sigma, period, noise, alpha_max, factors, antithetic: as of `smat_fn.Schedule`.
         climb: None; "clean": clean steps climb along the momentum of the trainer's optimizer; "both": simulated steps
-            too, whose theta~ is that of theta + e.
-        rho: radius of the climb, >= 0; None: 0.5.
+            too, whose theta~ is that of theta + e; "asam": clean steps take two passes and climb along their gradient.
+        rho: radius of the climb, >= 0; None: 0.5, of "asam" 0.25.
 
     Returns:
         A handle with ``detach()``.
@@ -435,18 +468,19 @@ def attach(
     Raises:
         ValueError: lists bad options, a base that does not match or shares memory with the model, parameters that
             share memory, an empty masked set with ``drop_prob > 0``, sharded weights, optimizers that step in the
-            backward pass or lack a parameter, with ``climb`` those without a momentum, trainers with a loop of their
-            own, or trained before; in training, other parameters, weights that changed before its first step, a base
-            that was written to, or another run.
+            backward pass or lack a parameter, those without a momentum where it is climbed along, trainers with a loop
+            of their own, or trained before; in training, other parameters, weights that changed before its first step,
+            a base that was written to, or another run.
 
-    Source: paper sections 4.1 to 4.3; alpha_max, factors, antithetic and climb (`smat_fn.mat.msam`) are not in it.
+    Source: paper sections 4.1 to 4.3, for "asam" 5.1 (`smat_fn.mat.asam`); alpha_max, factors, antithetic and the
+    other climbs (`smat_fn.mat.msam`) are not in it.
     Memory: theta_0 and theta~ beside the model; theta~ alone with "host", which is not copied ahead where clean steps
     climb; theta + e takes the memory of theta~.
     """
     hyper: dict[str, Any] = {"alpha_min": alpha_min, "drop_prob": drop_prob, "sigma": sigma, "period": period}
     hyper |= {"noise": noise, "alpha_max": alpha_max, "factors": factors, "antithetic": antithetic}
     problems = errors.problems_of(Schedule, **hyper) + checks.key_problems(key)
-    problems += errors.problems_of(tree.predicate, where) + ascent.climb_problems(climb, rho)
+    problems += errors.problems_of(tree.predicate, where) + ascent.climb_problems(climb, rho, get_args(TrainerClimb))
     if isinstance(base, str) and base != "host":
         problems.append(f"base is {base!r}, must be 'host', theta_0 by parameter name, or None")
     problems += checks.model_problems(trainer)
@@ -493,36 +527,3 @@ def _callback(handle: Attached) -> Any:
             self.handle._finish()
 
     return Watch()
-
-
-@contextmanager
-def _instead(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
-    own, original = name in vars(owner), getattr(owner, name)
-    setattr(owner, name, method)
-    try:
-        yield
-    finally:
-        if own:
-            setattr(owner, name, original)
-        else:
-            delattr(owner, name)
-
-
-class _Away:
-    """A method that runs at theta; a copy of its owner has its own, at what the copy holds."""
-
-    def __init__(self, weights: SimulatedWeights, owner: Any, name: str) -> None:
-        self._weights, self._method, self._what = weights, getattr(owner, name), f"{name} of {type(owner).__name__}"
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        with self._weights.away():
-            result = self._method(*args, **options)
-        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(result)):
-            raise ValueError(
-                f"{self._what} gives the loss tensors with gradients, but in a simulated step a "
-                "method of that name runs at theta, for samples: name it otherwise"
-            )
-        return result
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._method, memo)

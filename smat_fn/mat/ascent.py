@@ -1,6 +1,6 @@
 """The ascent step where torch's own optimizer trains a module: its momentum by parameter name."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -11,7 +11,8 @@ from ..errors import problems_of, shortened, some_of
 from .step import check_not_negative
 
 Climb = Literal["clean", "both"]
-RHO = 0.5  # radius of a climb where none is given
+TrainerClimb = Literal["clean", "both", "asam"]  # where a step's micro-batches can run once more
+RHO, RHO_ASAM = 0.5, 0.25  # radius of a climb where none is given, along the momentum and along the gradient
 _KEPT = "exp_avg", "momentum_buffer"  # names of the momentum in a parameter's state: of Adam's kind, of SGD and Muon
 _WAY = (
     "climb needs an optimizer that keeps exp_avg (Adam, AdamW, NAdam) or momentum_buffer (SGD with momentum, Muon) of "
@@ -24,35 +25,37 @@ class Ascent(NamedTuple):
 
     Attributes:
         optimizer: gives torch's optimizer, or a list of several, whose momentum is read at every block.
-        climb: "clean": in clean steps; "both": in simulated steps too.
+        climb: "clean": in clean steps; "both": in simulated steps too; "asam": in clean steps, d is the gradient of a
+            first pass, which the caller runs.
         rho: radius, >= 0.
     """
 
     optimizer: Callable[[], Any]
-    climb: Climb
+    climb: TrainerClimb
     rho: float
 
 
-def climb_problems(climb: Any, rho: Any) -> list[str]:
+def climb_problems(climb: Any, rho: Any, choices: Sequence[str] = get_args(Climb)) -> list[str]:
     """Errors for values of ``climb`` and ``rho``, and for a radius of no climb."""
     found = [] if rho is None else check_not_negative(rho=rho)
     if climb is None and rho is not None:
         found.append(f"rho is {rho!r}, the radius of a climb, and there is none: give climb too, or leave rho out")
-    if climb not in (None, *get_args(Climb)):
-        found.append(f"climb is {climb!r}, choose clean or both, or None for no climb")
+    if climb not in (None, *choices):
+        found.append(f"climb is {climb!r}, choose {', '.join(choices[:-1])} or {choices[-1]}, or None for no climb")
     return found
 
 
-def radius(rho: float | None) -> float:
-    """The radius of a climb, that of none given too."""
-    return RHO if rho is None else rho
+def radius(rho: float | None, climb: str | None = None) -> float:
+    """The radius of a climb, that of none given too: `smat_fn.mat.asam`'s own for "asam"."""
+    default = RHO_ASAM if climb == "asam" else RHO
+    return default if rho is None else rho
 
 
 def clean_problems(climb: Any, *, period: int, off: bool) -> list[str]:
     """The error for a climb in clean steps where every step is simulated. Args: off: no step is."""
-    if off or climb != "clean" or period > 1:
+    if off or climb in (None, "both") or period > 1:
         return []
-    return ["climb 'clean' needs clean steps, period 1 has none: take climb 'both', or a larger period"]
+    return [f"climb {climb!r} needs clean steps, period 1 has none: take climb 'both', or a larger period"]
 
 
 def optimizer_problems(optimizer: Any, parameters: Mapping[str, Tensor]) -> list[str]:

@@ -215,8 +215,9 @@ class SimulatedWeights:
             rho: radius, >= 0.
             adaptive: False is SAM, |theta| replaced by 1.
 
-        Raises: ValueError for a bad rho, shards, no gradient before the block or after it, a second block in a step, a
-            gradient of a draw that was not reweighted, other parameters than at the start, and writes to weights.
+        Raises: ValueError for a bad rho, shards, no gradient before the block, a second block in a step, a gradient of
+            a draw that was not reweighted, other parameters than at the start, and writes to weights; of a module, no
+            gradient after the block.
 
         Source: `smat_fn.mat.asam`.
         """
@@ -247,7 +248,7 @@ class SimulatedWeights:
             with trained.still(self._batch_norms()):
                 yield
         ended = {path: p.grad for path, p in self._parameters.items() if p.grad is not None}
-        if not ended:
+        if not ended and self._module is not None:  # a trainer may leave its batches out
             raise ValueError("no backward pass ran in the block of climbed(): call backward() inside")
         self._climbed = {path: (ref(grad), _version(grad)) for path, grad in ended.items()}
 

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 from smat_fn import random
 from smat_fn.grad import ModuleLoss
 from smat_fn.integrations.trainer import attach
-from smat_fn.mat import smat
+from smat_fn.mat import asam, smat
 from smat_fn.models.causal_lm import next_token_loss
 from smat_fn.optim import adamw
 from smat_fn.simulation import simulate
@@ -87,12 +87,27 @@ class Weights(transformers.TrainerCallback):
         self.seen.append({n: p.detach().clone() for n, p in model.named_parameters()})
 
 
+class Alternating:
+    """ASAM in clean steps, SMAT in simulated ones, with one optimizer."""
+
+    def __init__(self, loss, optimizer, params, *, where, rho, **options):
+        self.clean = asam.build(loss, optimizer, params, rho=rho, **options)
+        self.simulated = smat.build(loss, optimizer, params, where=where, **options, **STRENGTHS)
+        self.init = self.clean.init
+
+    def update(self, key, state, batch):
+        simulated = (state.step + 1) % STRENGTHS["period"] == 0
+        return (self.simulated if simulated else self.clean).update(key, state, batch)
+
+
 def by_our_loop(module, micro_batches=1, climb=None):
     params = {n: p.detach().clone() for n, p in module.named_parameters()}
-    method = smat.build(
-        ModuleLoss(module, next_token_loss), adamw(LR, weight_decay=0.0), params, where=block_linear(module),
-        max_grad_norm=0.5, climb=climb, **STRENGTHS,
-    )  # fmt: skip
+    given = ModuleLoss(module, next_token_loss), adamw(LR, weight_decay=0.0), params
+    options = {"where": block_linear(module), "max_grad_norm": 0.5}
+    if climb == "asam":
+        method = Alternating(*given, rho=0.25, **options)
+    else:
+        method = smat.build(*given, climb=climb, **options, **STRENGTHS)
     state, after, data = method.init(params), [], rows(4 * STEPS)
     for step in range(STEPS):
         own = data[4 * step : 4 * step + 4]

@@ -5,6 +5,7 @@ import torch
 
 from smat_fn import random
 from smat_fn.integrations.trainer import attach
+from smat_fn.mat import asam
 from smat_fn.simulation import draw, reweight, simulate
 from smat_fn.where import block_linear
 
@@ -16,6 +17,7 @@ peft = pytest.importorskip("peft", reason=WHY)
 transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # warnings of TRL about its own defaults
+OFF, RHO = {"alpha_min": 1.0, "drop_prob": 0.0, "sigma": 0.0}, 0.3
 DRAW = {"alpha_min": 0.2, "drop_prob": 0.5, "sigma": 0.02}
 WORDS = [
     "what",
@@ -113,6 +115,44 @@ def by_hand(kind):
     return ByHand
 
 
+def in_two_passes(kind):
+    """The trainer, without `attach`, by ASAM. A batch is prepared, and generated, once."""
+
+    class InTwoPasses(kind):
+        calls, again = (), None
+
+        def _prepare_inputs(self, batch):
+            if self.again is not None:
+                return self.again
+            made = super()._prepare_inputs(batch)
+            self.made = dict(made)
+            return made
+
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            loss = super().training_step(model, inputs, num_items_in_batch)
+            self.calls = [*self.calls, (inputs, self.made)]
+            if self.accelerator.sync_gradients:
+                own = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+                theta = {name: p.detach().clone() for name, p in own.items()}
+                climbed = asam.climb(theta, {name: p.grad for name, p in own.items()}, rho=RHO)
+                self.model.zero_grad()
+                with torch.no_grad():
+                    for name, p in own.items():
+                        p.copy_(climbed[name])
+                counted = vars(self).get("_step")  # by which it generates
+                for given, made in self.calls:
+                    self.again = made
+                    super().training_step(model, given, num_items_in_batch)
+                self.calls, self.again, self._step = (), None, counted
+                with torch.no_grad():
+                    for name, p in own.items():
+                        p.copy_(theta[name])
+            return loss
+
+    InTwoPasses.__name__ = kind.__name__
+    return InTwoPasses
+
+
 def lengths(completions, **_):
     return [float(len(set(text.split()))) for text in completions]
 
@@ -146,29 +186,70 @@ LORA = {"peft_config": {"r": 4, "target_modules": "all-linear", "task_type": "CA
     ids=lambda value: value if isinstance(value, str) else "-".join(value) or "plain",
 )
 def test_every_step_of_trls_trainers_is_that_by_hand(kind, options, tmp_path):
+    _, attached = trained(kind, options, tmp_path, period=2, **DRAW)
+    _, hand = trained(kind, options, tmp_path, make=by_hand)
+    assert_steps(attached, hand)
+
+
+ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+ONLINE = {"num_iterations": 2, "beta": 0.1, **ACCUMULATED, **GENERATED}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("SFT", ACCUMULATED),
+        ("SFT", {"bf16": True, **ACCUMULATED, **LORA}),
+        ("DPO", ACCUMULATED),
+        ("KTO", {}),
+        ("Reward", {}),
+        ("GRPO", ONLINE),
+        ("RLOO", GENERATED),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_every_step_of_two_passes_is_that_by_hand(kind, options, tmp_path):
+    _, attached = trained(kind, options, tmp_path, climb="asam", rho=RHO, **OFF)
+    _, hand = trained(kind, options, tmp_path, make=in_two_passes)
+    assert_steps(attached, hand)
+
+
+@pytest.mark.parametrize(("kind", "options"), [("SFT", ACCUMULATED), ("DPO", ACCUMULATED), ("GRPO", ONLINE)])
+def test_metrics_and_counts_are_those_of_the_first_pass(kind, options, tmp_path):
+    """With a climb of length 0 all logs are those of plain training."""
+    twice, attached = trained(kind, options, tmp_path, climb="asam", rho=0.0, **OFF)
+    once, plain = trained(kind, options, tmp_path)
+    assert_steps(attached, plain)
+    for found, wanted in zip(twice.state.log_history, once.state.log_history, strict=True):
+        timed = {name for name in found if name.endswith(("time", "per_second")) or name.startswith("smat/")}
+        assert len(found) > len(timed) + 2
+        assert {**found, **dict.fromkeys(timed)} == {**wanted, **dict.fromkeys(timed)}
+
+
+def trained(kind, options, tmp_path, *, make=lambda kind: kind, **hyper):
+    """(trainer, weights after every step) of TRL's trainer; with arguments of `attach`, attached."""
     given = {
         "output_dir": str(tmp_path), "max_steps": 4, "per_device_train_batch_size": 4, "learning_rate": LR,
         "logging_steps": 1, "report_to": [], "use_cpu": True, "bf16": False, "save_strategy": "no",
         "disable_tqdm": True, **options,
     }  # fmt: skip
-    adapters, seen = given.pop("peft_config", None), []
-    for hand in (False, True):
-        trainer, weights = getattr(trl, f"{kind}Trainer"), Weights()
-        data = datasets.Dataset.from_list(ROWS[kind])
-        more = {"reward_funcs": lengths} if kind in ("GRPO", "RLOO") else {}
-        more |= {"peft_config": peft.LoraConfig(**adapters)} if adapters else {}
-        more |= {"eval_dataset": data} if "eval_steps" in given else {}
-        own = model(tmp_path / "model", kind)
-        trainer = (by_hand(trainer) if hand else trainer)(
-            own, args=getattr(trl, f"{kind}Config")(**given), train_dataset=data, processing_class=tokenizer(),
-            callbacks=[weights], **more,
-        )  # fmt: skip
-        if not hand:
-            attach(trainer, key=KEY, period=2, **DRAW)
-        trainer.train()
-        seen.append(weights.seen)
-    assert len(seen[0]) == len(seen[1]) == 4
-    for step, (found, wanted) in enumerate(zip(*seen, strict=True)):
-        assert found.keys() == wanted.keys()
-        assert all(torch.equal(found[name], leaf) for name, leaf in wanted.items()), step
-    assert not all(torch.equal(leaf, seen[0][1][name]) for name, leaf in seen[0][2].items())
+    adapters, weights, data = given.pop("peft_config", None), Weights(), datasets.Dataset.from_list(ROWS[kind])
+    more = {"reward_funcs": lengths} if kind in ("GRPO", "RLOO") else {}
+    more |= {"peft_config": peft.LoraConfig(**adapters)} if adapters else {}
+    more |= {"eval_dataset": data} if "eval_steps" in given else {}
+    trainer = make(getattr(trl, f"{kind}Trainer"))(
+        model(tmp_path / "model", kind), args=getattr(trl, f"{kind}Config")(**given), train_dataset=data,
+        processing_class=tokenizer(), callbacks=[weights], **more,
+    )  # fmt: skip
+    if hyper:
+        attach(trainer, key=KEY, **hyper)
+    trainer.train()
+    return trainer, weights.seen
+
+
+def assert_steps(found, wanted):
+    assert len(found) == len(wanted) == 4
+    for step, (seen, want) in enumerate(zip(found, wanted, strict=True)):
+        assert seen.keys() == want.keys()
+        assert all(torch.equal(seen[name], leaf) for name, leaf in want.items()), step
+    assert not all(torch.equal(leaf, found[1][name]) for name, leaf in found[2].items())

@@ -30,8 +30,9 @@ def main(folder):
     found = refused(folder, int(os.environ["RANK"]))
     assert re.match("hash of theta_0 is .* in process 0, and .* in process 1; theta_0 is a copy", found), found
     weights = {}
-    for climb in (None, "both"):
-        trainer = trainer_of(tiny_llama(), folder / "out", batch=2)
+    for climb in (None, "both", "asam"):
+        micro = 2 if climb == "asam" else 1
+        trainer = trainer_of(tiny_llama(), folder / "out", batch=2 // micro, accumulate=micro)
         attach(trainer, key=KEY, climb=climb, **STRENGTHS)
         trainer.train()
         weights[climb] = {name: p.detach() for name, p in trainer.model.named_parameters()}
