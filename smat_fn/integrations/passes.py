@@ -98,13 +98,12 @@ class Passes:
                 accelerator.sync_gradients = call.complete
                 with ExitStack() as inside:
                     inside.enter_context(instead(trainer, "_prepare_inputs", prepared))
-                    if not call.reduced:
+                    if not call.reduced:  # as the Trainer, to send gradients once
                         inside.enter_context(accelerator.no_sync(model))
                     training_step(*call.args, **call.options)
         finally:
             vars(trainer).update(before)
             _set(states)
-            accelerator.sync_gradients = True
 
     def _states(self) -> _States:
         found: _States = [(random.setstate, random.getstate()), (np.random.set_state, np.random.get_state())]

@@ -369,8 +369,7 @@ class Attached:
         if inside is not None and not self._plain and self._summed != self._step:
             errors.raise_problems(checks.gradient_problems(self._leaves))
         self._summed = self._summed if inside is None else self._step
-        at_theta = self._now is None and (self._climbs is None or self._twice)
-        if inside is not None and not at_theta and self._weights is not None:
+        if inside is not None and not (self._now is None and self._climbs is None) and self._weights is not None:
             # from here to the end of the backward pass; what is prepared before, and may be generated, is at theta
             self._switch(inside, self._weights, self._weights.at(self._now), still=self._now is not None)
         return original(*args, **options)
