@@ -220,9 +220,9 @@ MUTANTS = [
     ),
     *_of(
         "mat/step.py",
-        ("divide(s, sum(weights))", "divide(s, len(weights))"),
+        ("divide(s, whole)", "divide(s, len(weights))"),
         ("leaf: leaf * weight)(wide)", "leaf: leaf)(wide)"),
-        ("torch.add, terms) / sum(weights)", "torch.add, terms)"),
+        ("torch.add, terms) / whole", "torch.add, terms)"),
         ("state.step + 1", "state.step"),
         ("tree.clone(params) if donate", "params if donate"),
     ),

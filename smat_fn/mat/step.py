@@ -2,6 +2,7 @@
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple, get_args
@@ -80,6 +81,7 @@ def accumulate(gradient: Gradient, params: Params, batch: Batch) -> tuple[Tensor
         raise ValueError(f"weights of micro-batches are {bad}: must be positive, leave out what weighs nothing")
     even = len({part.weight for part in parts}) == 1
     weights = [1.0 if even else part.weight for part in parts]
+    whole = functools.reduce(operator.add, weights)  # not `sum`: from Python 3.12 on it gives other last bits
     total: dict[str, Tensor] = {}
     losses, auxes = [], []
     for (micro, _), weight in zip(parts, weights, strict=True):
@@ -90,12 +92,12 @@ def accumulate(gradient: Gradient, params: Params, batch: Batch) -> tuple[Tensor
         total = {path: _added(total.get(path), g, weight) for path, g in tree.flatten(grads).items()}
         del grads  # freed before those of the next micro-batch are made
     divide = torch.div if transformed() else Tensor.div_
-    divided = tree.as_vectors(lambda s: divide(s, sum(weights)))
+    divided = tree.as_vectors(lambda s: divide(s, whole))
     mean = tree.unflatten(params, {path: divided(s).to(dtypes[path]) for path, s in total.items()})
     if even:
         return torch.stack(losses).mean(), auxes, mean
     terms = (loss * weight for loss, weight in zip(losses, weights, strict=True))
-    return functools.reduce(torch.add, terms) / sum(weights), auxes, mean
+    return functools.reduce(torch.add, terms) / whole, auxes, mean
 
 
 def micro_batches(batch: Batch) -> list[Micro] | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import all_at_once, count_problem
 from ..types import Params
 from .parts import looped
-from .parts.arithmetic import gram, weighted
+from .parts.arithmetic import gram, plain_sum, weighted
 from .parts.chunks import Fuse
 from .parts.inputs import Experts, check_alone, type_problems
 from .parts.merger import Mapped, Merger, Rule, merge_alone
@@ -59,8 +59,8 @@ def shares_of(products: Products, max_iter: int, tol: float) -> list[float]:
     cosines = [[products[i][j] / norms[i] / norms[j] for j in live] for i in live]
 
     def norm(part: Sequence[float]) -> float:
-        rows = (sum(c * y for c, y in zip(row, part, strict=True)) for row in cosines)
-        return max(sum(x * row for x, row in zip(part, rows, strict=True)), 0.0) ** 0.5
+        rows = (plain_sum(c * y for c, y in zip(row, part, strict=True)) for row in cosines)
+        return max(plain_sum(x * row for x, row in zip(part, rows, strict=True)), 0.0) ** 0.5
 
     even = [1 / len(live)] * len(live)
     size = norm(even)
@@ -68,7 +68,7 @@ def shares_of(products: Products, max_iter: int, tol: float) -> list[float]:
     for _ in range(max_iter):
         step = [0.0] * len(live)
         for i, row in enumerate(cosines):
-            cos = min(max(sum(c * x for c, x in zip(row, point, strict=True)), -1.0), 1.0)
+            cos = min(max(plain_sum(c * x for c, x in zip(row, point, strict=True)), -1.0), 1.0)
             angle = math.acos(cos)
             if angle < tol or math.pi - angle < max(tol, _OPPOSITE):
                 continue

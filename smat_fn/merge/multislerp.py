@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ..types import Params
 from .parts import looped
-from .parts.arithmetic import weighted
+from .parts.arithmetic import plain_sum, weighted
 from .parts.chunks import Fuse
 from .parts.inputs import Experts, type_problems
 from .parts.merger import Mapped, Merger, Rule, merged, vector_function
@@ -47,17 +47,19 @@ def shares_of(products: list[list[float]], weights: Sequence[float]) -> list[flo
         return [1.0] * len(norms)
     # without _EPS, which gives opposite vectors of two norms a direction
     exact = [weight / norm if norm else 0.0 for weight, norm in zip(weights, norms, strict=True)]
-    live = sum(abs(weight) for weight, norm in zip(weights, norms, strict=True) if norm)
+    live = plain_sum(abs(weight) for weight, norm in zip(weights, norms, strict=True) if norm)
     if _size(exact, products) <= _CANCELS * live:  # not for NaN: who reads the values lists them
         return list(weights)
     parts = [weight / (norm + _EPS) for weight, norm in zip(weights, norms, strict=True)]
-    scale = sum(weight * norm for weight, norm in zip(weights, norms, strict=True)) / _size(parts, products)
+    scale = plain_sum(weight * norm for weight, norm in zip(weights, norms, strict=True)) / _size(parts, products)
     return [scale * part for part in parts]
 
 
 def _size(parts: Sequence[float], products: list[list[float]]) -> float:
     """The norm of Σ_i parts_i Δ_i."""
-    square = sum(x * p * y for x, row in zip(parts, products, strict=True) for p, y in zip(row, parts, strict=True))
+    square = plain_sum(
+        x * p * y for x, row in zip(parts, products, strict=True) for p, y in zip(row, parts, strict=True)
+    )
     return max(square, 0.0) ** 0.5
 
 
@@ -68,7 +70,7 @@ def _weights(experts: Experts, weights: Weights) -> tuple[list[str], list[float]
     numbers = [weight for weight in given.values() if not isinstance(weight, Mapping)]
     if len(numbers) < len(given):
         problems.append("weights differ by parameter: multislerp takes one number for each expert")
-    total = sum(numbers)
+    total = plain_sum(numbers)
     if not problems and numbers:
         problems += type_problems(**{"the sum of weights": total})
         problems += ["the sum of weights is 0: give other weights"] if no_sum(numbers) else []

@@ -1,10 +1,8 @@
 """SCE: select the coordinates that vary most, weigh experts by their squares, erase minority signs."""
 
-import math
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -13,7 +11,7 @@ from torch import Tensor
 from .. import execution
 from ..types import Params
 from .parts import looped, ranks
-from .parts.arithmetic import BLOCK, add, block_sums, blocks_memory, divided, elected, gram_memory, squares
+from .parts.arithmetic import BLOCK, add, block_sums, blocks_memory, divided, elected, gram_memory, plain_sum, squares
 from .parts.chunks import Fuse
 from .parts.inputs import Experts
 from .parts.merger import Mapped, Rule, merged, vector_function
@@ -108,7 +106,7 @@ def kept(deltas: Sequence[Tensor], start: int, limit: Limit) -> list[Tensor]:
 def shares_of(norms: Sequence[float], size: int, floor: float) -> list[float]:
     """w of every expert, from the squared norms of a leaf's task vectors."""
     means = [norm / max(size, 1) for norm in norms]
-    total = math.fsum(means)
+    total = plain_sum(means)
     return [mean / total for mean in means] if total and total >= floor else [1 / len(means)] * len(means)
 
 
@@ -184,7 +182,7 @@ class Sce(Weighted):
 
             limit = self._limit(leaves, path, each, by_loops=True)
             sums = looped.joined(windows(lambda window: looped.varying_squares(window, *limit)))
-            some = shares(path, [reduce(operator.add, block_sums(own)) for own in torch.from_numpy(sums)])
+            some = shares(path, [plain_sum(block_sums(own)) for own in torch.from_numpy(sums)])
             return partial(looped.varying, shares=some, bits=limit.bits, last=limit.last, floor=LEAST)
 
         return Rule(fuse, loop=loop)

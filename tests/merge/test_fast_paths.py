@@ -169,3 +169,9 @@ def test_inner_products_of_a_block_by_loops_are_those_of_torch(size):
     torch.testing.assert_close(
         expected[0] / (scale[:, None] * scale), exact / (scale[:, None] * scale), rtol=0, atol=1e-12
     )
+
+
+def test_numbers_are_added_in_turn_on_every_python():
+    assert arithmetic.plain_sum([1e16, 1.0, -1e16]) == 0.0  # `sum` gives 1 from Python 3.12 on
+    assert arithmetic.plain_sum([]) == 0.0
+    assert arithmetic.plain_sum(iter([0.1] * 10)) == 0.9999999999999999

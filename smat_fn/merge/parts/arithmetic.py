@@ -1,7 +1,9 @@
 """Arithmetic of mergers on task vectors: sums in a fixed order, signs, and inner products."""
 
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
 from itertools import chain
 from types import ModuleType
 from typing import Any
@@ -28,6 +30,11 @@ def add(tensors: Iterable[Tensor], *, into_first: bool = False) -> Tensor:
     for tensor in rest:
         total += tensor
     return total
+
+
+def plain_sum(numbers: Iterable[float]) -> float:
+    """Numbers added one after the other: Python's ``sum`` compensates errors from 3.12 on, which changes last bits."""
+    return reduce(operator.add, numbers, 0.0)
 
 
 def divided(tensor: Tensor, number: float) -> Tensor:
