@@ -1,7 +1,7 @@
 """Multi-SLERP: the weighted mean of the directions of all task vectors, at their mean norm."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..types import Params
 from .parts import looped
@@ -16,7 +16,9 @@ _EPS = 1e-8
 _CANCELS = 1e-6  # far above sqrt(2^-52), the size that rounding of inner products leaves of 0
 
 
-def multislerp(base: Params, experts: Experts, *, coef: float = 1.0, weights: Weights = ()) -> Params:
+def multislerp(
+    base: Params, experts: Experts, *, coef: float = 1.0, weights: Weights = (), normalize: bool = True
+) -> Params:
     """θ₀ + γ (Σ_i w_i ‖Δ_i‖) m / ‖m‖ per leaf, m = Σ_i w_i Δ_i / ‖Δ_i‖, Σ_i w_i = 1.
 
     mergekit's method continues from m along the mean of the tangent vectors at m; that mean is 0, for the weights are
@@ -28,6 +30,7 @@ def multislerp(base: Params, experts: Experts, *, coef: float = 1.0, weights: We
         experts: {name: tree} or a list of trees.
         coef: γ, finite; mergekit has none, which is 1.
         weights: {name: w} or a list of them in the experts' order, finite; none: equal.
+        normalize: False takes the w_i as they are, whatever their sum; none: 1.
 
     Returns:
         A new tree of base's structure and dtypes; non-floating leaves are base's.
@@ -63,15 +66,15 @@ def _size(parts: Sequence[float], products: list[list[float]]) -> float:
     return max(square, 0.0) ** 0.5
 
 
-def _weights(experts: Experts, weights: Weights) -> tuple[list[str], list[float]]:
-    """Problems, and weights that sum to 1."""
+def _weights(experts: Experts, weights: Weights, *, normalize: bool) -> tuple[list[str], list[float]]:
+    """Problems, and weights, that sum to 1 with ``normalize``."""
     equal = hasattr(weights, "__len__") and not len(weights) and isinstance(experts, (Mapping, list, tuple))
     problems, given = given_weights(experts, [1.0] * len(experts) if equal else weights, False)
     numbers = [weight for weight in given.values() if not isinstance(weight, Mapping)]
     if len(numbers) < len(given):
         problems.append("weights differ by parameter: multislerp takes one number for each expert")
-    total = plain_sum(numbers)
-    if not problems and numbers:
+    total = plain_sum(numbers) if normalize else 1.0
+    if not problems and numbers and normalize:
         problems += type_problems(**{"the sum of weights": total})
         problems += ["the sum of weights is 0: give other weights"] if no_sum(numbers) else []
     return problems, [weight / total for weight in numbers] if not problems else []
@@ -87,12 +90,14 @@ class MultiSlerp(Merger):
     """gamma; 1 is mergekit's."""
     weights: tuple[float, ...] = ()
     """One number for each expert, in their order; none: equal."""
+    normalize: bool = field(default=True, kw_only=True)
+    """Divide the weights by their sum."""
 
     def problems(self, experts: Experts) -> list[str]:
-        return _weights(experts, self.weights)[0]
+        return _weights(experts, self.weights, normalize=self.normalize)[0]
 
     def rule(self, leaves: Mapped) -> Rule:
-        _, weights = _weights(dict.fromkeys(leaves.experts), self.weights)
+        _, weights = _weights(dict.fromkeys(leaves.experts), self.weights, normalize=self.normalize)
 
         def fuse(path: str) -> Fuse:
             shares = shares_of(leaves.gram(path), weights)

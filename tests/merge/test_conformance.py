@@ -84,7 +84,10 @@ RUNS = {
     "wise_ft": {"wise-ft": lambda base, experts, key: merge.wise_ft(base, some(experts, 1), coef=0.5)},
     "slerp": {"slerp": lambda base, experts, key: merge.slerp(some(experts, 2), coef=0.5)},
     "metagpt": {"metagpt": lambda base, experts, key: merge.metagpt(base, experts, coef=0.5)},
-    "model_stock": {"model-stock": lambda base, experts, key: merge.model_stock(base, experts, coef=0.5)},
+    "model_stock": {
+        "model-stock": lambda base, experts, key: merge.model_stock(base, experts, coef=0.5),
+        "model-stock-rows": lambda base, experts, key: merge.model_stock(base, experts, coef=0.5, along="last"),
+    },
     "dare_ties": {
         f"dare-ties-{aggregate}": lambda base, experts, key, aggregate=aggregate: merge.dare_ties(
             key, base, experts, coef=0.5, drop_prob=0.5, aggregate=aggregate
@@ -187,7 +190,7 @@ ALL = {name: run for runs in RUNS.values() for name, run in runs.items()}
 RANDOM = ["dare", "della", "della-flat", "dare-ties-sum", "dare-ties-mean"]
 NO_BASE = {"wa", "weighted", "weighted-sum", "slerp", "karcher", "arcee", "cart"}
 NUSLERP = {"nuslerp-leaf", "nuslerp-first", "nuslerp-last"}
-TWO_OR_MORE = {"slerp", "model-stock", "arcee", "sce-half", "svc", *NUSLERP}
+TWO_OR_MORE = {"slerp", "model-stock", "model-stock-rows", "arcee", "sce-half", "svc", *NUSLERP}
 VECTORS = {  # by label, of every run with a base
     "ta": lambda base, experts, key: merge.task_arithmetic_vector(base, experts),
     "ties-global-sum": lambda base, experts, key: merge.ties_vector(base, experts, keep=0.4),
@@ -205,6 +208,7 @@ VECTORS = {  # by label, of every run with a base
     "wise-ft": lambda base, experts, key: merge.wise_ft_vector(base, some(experts, 1)),
     "metagpt": lambda base, experts, key: merge.metagpt_vector(base, experts),
     "model-stock": lambda base, experts, key: merge.model_stock_vector(base, experts),
+    "model-stock-rows": lambda base, experts, key: merge.model_stock_vector(base, experts, along="last"),
     "dare-ties-sum": lambda base, experts, key: merge.dare_ties_vector(key, base, experts, drop_prob=0.5),
     "dare-ties-mean": lambda base, experts, key: merge.dare_ties_vector(
         key, base, experts, drop_prob=0.5, aggregate="mean"
@@ -289,6 +293,7 @@ JOINT = {
     "ram-plus",
     "ram-tensor",
     "model-stock",
+    "model-stock-rows",
     "svc",
     "emr",
     "multislerp",
@@ -302,7 +307,7 @@ JOINT = {
 OF_A_DEVICE = {
     *SPECTRAL,
     *("reg-mean", "reg-mean-full", "cart", "svc", "pcb", "pcb-half", "pcb-weights", "arcee"),
-    *("nuslerp-first", "nuslerp-last"),
+    *("nuslerp-first", "nuslerp-last", "model-stock-rows"),
 }
 DTYPES = [
     *(torch.float32, torch.bfloat16),

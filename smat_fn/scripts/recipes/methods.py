@@ -211,7 +211,7 @@ def _multislerp(found: Resolved) -> MergerConfig:
     weights = found.ordered("weight", 1.0)
     if any(isinstance(weight, dict) for weight in weights):
         raise ValueError("parameters.weight of multislerp must be one number per model")
-    return MultiSlerp(weights=weights)
+    return MultiSlerp(weights=weights, normalize=found.flag("normalize_weights", True))
 
 
 GTA = "normalize", "rescale", "int8_mask", "lambda"
@@ -234,9 +234,12 @@ METHODS = {
     "breadcrumbs_ties": Method(lambda f: _breadcrumbs(f, elect=True), (*WD, "gamma"), GTA, required=("weight",)),
     "slerp": Method(lambda f: Slerp(zeros=True), (), ("t",), based=False, pair=True, required=("t",), gamma="t"),
     "nuslerp": Method(nuslerp, ("weight",), ("nuslerp_flatten", "nuslerp_row_wise"), required=("weight",)),
-    "multislerp": Method(_multislerp, ("weight",), required=("weight",)),
+    "multislerp": Method(_multislerp, ("weight",), ("normalize_weights",), required=("weight",)),
     "karcher": Method(_karcher, (), ("max_iter", "tol"), based=False, uneven=True),
-    "model_stock": Method(lambda f: ModelStock(clamp=False), uneven=True),
+    "model_stock": Method(
+        lambda f: ModelStock(clamp=False, along="last" if f.flag("filter_wise", False) else "leaf"),
+        (), ("filter_wise",), uneven=True,
+    ),
     "sce": Method(
         lambda f: Sce(density=f.shared.get("select_topk", 1.0)), (), ("int8_mask", "select_topk"), uneven=True
     ),

@@ -18,11 +18,8 @@ FIELDS = (
 )  # fmt: skip
 IGNORED = ("int8_mask",)  # wherever it stands
 # of methods, with the only value that is implemented: mergekit's default
-VARIANTS = {
-    ("model_stock", "filter_wise"): False,
-    ("multislerp", "normalize_weights"): True,
-    ("multislerp", "eps"): 1e-8,
-}
+VARIANTS = {("multislerp", "eps"): 1e-8}
+DEFAULTS = {"filter_wise": False, "normalize_weights": True, "eps": 1e-8}  # which change nothing beside any method
 _NEAR = 0.8  # how much of two words must agree for one to be proposed
 _OF_TOKENIZER = "pad_to_multiple_of", "tokens"
 _OF_METHODS = {name for method in METHODS.values() for name in (*method.per_model, *method.shared)}
@@ -218,8 +215,8 @@ def settings_problems(found: Mapping[str, Any], method: Method | None) -> Iterat
 
 
 def _is_default(name: str, value: Any) -> bool:
-    """Whether a parameter of a variant has mergekit's default, so that it changes nothing."""
-    return any(name == own and number_of(value) == default for (_, own), default in VARIANTS.items())
+    """Whether a parameter has mergekit's default, so that it changes nothing."""
+    return name in DEFAULTS and number_of(value) == DEFAULTS[name]
 
 
 def _foreign(names: Mapping[str, Sequence[str]], called: str, method: Method) -> Iterator[str]:

@@ -197,11 +197,11 @@ REFUSALS = {
     "has the filter [0]": SHARED | {"parameters": {"density": {"filter": [0], "value": 1}}},
     "has the value {'value': 1}": SHARED | {"parameters": {"density": {"value": {"value": 1}}}},
     "is [[0]]: must be a number, a list of numbers": SHARED | {"parameters": {"density": [[0]]}},
-    "parameters.filter_wise: model_stock is implemented with filter_wise False alone, delete it": {
-        "merge_method": "model_stock",
+    "parameters.eps: multislerp is implemented with eps 1e-08 alone, delete it": {
+        "merge_method": "multislerp",
         "base_model": "BASE",
         "models": [{"model": "A"}, {"model": "B"}],
-        "parameters": {"filter_wise": True},
+        "parameters": {"weight": 1, "eps": 1e-6},
     },
     "parameters.gamma: ties has no gamma (it has weight, density, normalize, rescale, lambda), and mergekit ignores "
     "it: delete it": SHARED | {"parameters": {"gamma": 0.1}},
@@ -407,7 +407,7 @@ def told(recipe, tmp_path):
 def test_each_problem_of_a_recipe_is_told_once(tmp_path):
     own = [{"model": name, "weight": 1, "parameters": {"weight": 1}} for name in "ABC"]
     text = told({"merge_method": "model_stock", "base_model": "BASE", "models": own, "a": 1, "b": 2}, tmp_path)
-    assert text.count("model_stock has no weight, and mergekit ignores it: delete it") == 1
+    assert text.count("model_stock has no weight (it has filter_wise), and mergekit ignores it: delete it") == 1
     assert "parameters.weight of model A and B and C: model_stock has no weight" in text
     assert text.count("weight stands beside model A and B and C: put it under parameters there") == 1
     assert text.count("tokenizer_source") == 1  # the list of all fields
@@ -430,6 +430,19 @@ def test_numbers_without_a_point_are_numbers(text, models, tmp_path):
     file = merged(asked, models, tmp_path) / RECIPE
     file.write_text(file.read_text().replace("t: 0.5", "t: 2e-5"))
     assert load(file).config.t == 2e-5
+
+
+def test_angles_of_rows_and_weights_that_are_not_normalized(models, tmp_path):
+    own = {"base_model": "BASE", "models": [{"model": "A"}, {"model": "B"}]}
+    for method, parameters, name, value in (
+        ("model_stock", {"filter_wise": True}, "along", "last"),
+        ("model_stock", {"filter_wise": False}, "along", "leaf"),
+        ("multislerp", {"weight": 0.3, "normalize_weights": False}, "normalize", False),
+        ("multislerp", {"weight": 0.3}, "normalize", True),
+    ):
+        asked = {**own, "merge_method": method, "parameters": parameters}
+        (tmp_path / "asked.yml").write_text(yaml.safe_dump(make_recipes.at(asked, models)))
+        assert getattr(load(tmp_path / "asked.yml").config, name) == value
 
 
 def test_int8_mask_is_ignored_beside_merge_method_too(models, tmp_path):
