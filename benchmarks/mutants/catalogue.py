@@ -673,6 +673,7 @@ MUTANTS = [
         ("widen and len(grid) < most and", "widen and"),
         ("grid[1 if edge", "grid[0 if edge"),
     ),
+    *_of("merge/around/select.py:combinations", ("product(*over.values())", "zip(*over.values())")),
     *_of(
         "merge/around/weights.py",
         ("key=lambda place: -found[place]", "key=lambda place: found[place]"),
@@ -697,7 +698,6 @@ MUTANTS = [
     ),
     *_of(
         "scripts/merge/searched.py",
-        ("product(*over.values())", "zip(*over.values())"),
         ("if len({*found}) < len(found)", "if False"),
     ),
     *_of(

@@ -60,6 +60,7 @@ TESTS = {
     "merge/parts/per_expert.py:Scaled": "tests/merge/test_weighted.py",
     "merge/parts/per_expert.py:combined": "tests/merge/test_stitching.py",
     "merge/around/select.py:choose_coef": "tests/folders/test_searching.py",
+    "merge/around/select.py:combinations": "tests/folders/test_searching.py",
     "merge/around/weights.py": "tests/merge/test_select_weights.py",
     "report/tables.py:relative_table": "tests/report/test_tables.py",
     "report/tables.py:other_table": "tests/report/test_tables.py",

@@ -1,23 +1,25 @@
-"""Search of a coefficient, and of numbers by expert, by any score of the merged folder; candidates are on disk."""
+"""Search of a coefficient, of options and of numbers by expert, by any score of merged folders, one at a time."""
 
 import hashlib
 import json
 import logging
 import math
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import count
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, Unpack
 
 import torch
 
 from .. import checkpoint, errors, json_lines
-from ..merge.around.select import choose_coef, grid_problems
+from ..merge.around.select import Tuned, choose, choose_coef, combinations, grid_problems
 from ..merge.around.weights import (
     ByExpert,
     check_trials,
@@ -42,13 +44,14 @@ Score: TypeAlias = Callable[[Path], float | Mapping[str, float]]
 
 
 class Searched(NamedTuple):
-    """A coefficient, and perhaps numbers by expert, that were chosen by the score of merged folders."""
+    """A coefficient, and perhaps options and numbers by expert, that were chosen by the score of merged folders."""
 
-    config: Merger  # with the coefficient and these numbers
+    config: Merger  # with the coefficient, these options and these numbers
     scores: dict[str, float]  # of the chosen one, by name; of a score without a name {"": score}
     curve: tuple[tuple[float, float], ...]  # (coefficient, score) of every candidate; empty where there is no choice
     edge: str = ""  # "smallest" or "largest", where the coefficient is at the edge of those tried
     trials: tuple[tuple[ByExpert, float], ...] = ()  # (numbers by expert, score) of every trial, first the start
+    tuned: tuple[Tuned, ...] = ()  # every combination of options, where there are several to choose from
 
     @property
     def score(self) -> float:
@@ -59,7 +62,7 @@ class Searched(NamedTuple):
 class Candidate(NamedTuple):
     """A score as soon as it is known."""
 
-    name: str  # of the output folder, with the coefficient or the number of the trial: "ta 0.3", "ta trial 7"
+    name: str  # of the output folder, with options and coefficient, or a trial: "ties keep 0.2 0.3", "ta trial 7"
     score: float
     kept: bool  # known from an earlier search
 
@@ -84,6 +87,7 @@ def search_folders(
     score: Score,
     coefs: Sequence[float] = (),
     widen: bool = False,
+    over: Mapping[str, Sequence[Any]] = MappingProxyType({}),
     trials: int = 0,
     trials_over: Sequence[str] = ("weights",),
     seed: int = 0,
@@ -96,17 +100,20 @@ def search_folders(
 
     Each candidate is merged by `merge_folders`, with the same bytes, into a folder beside ``out``, scored, and removed,
     also after an error. There is one such folder at a time; one that a killed process left is removed at the next
-    start. A merger without an open coefficient is one candidate. With ``trials`` the best candidate is the first one of
-    `select_numbers`, which tries so many with other weights or densities of the experts.
+    start. A merger without an open coefficient is one candidate. With ``over`` there is such a search for every
+    combination of these values, those of the last option first; the best score decides, of equal ones the first
+    combination. With ``trials`` the best candidate is the first one of `select_numbers`, which tries so many with other
+    weights or densities of the experts.
 
     Args:
-        config: its ``coef`` is None, to be chosen.
+        config: its ``coef`` is None, to be chosen; it may hold any value of the options in ``over``.
         base, experts: as of `merge_folders`.
         out: folder for the merged model, which is not written here.
         score: of the folder of a candidate, the larger the better: a number, or several by name, whose mean counts.
             Beside this folder it may write files of its own, which are removed too.
         coefs: candidates; default: the merger's own, `Merger.grid`.
         widen: try more as long as the best one is at an edge of those, ten at most (`choose_coef`).
+        over: values to try by option of the merger, such as ``{"keep": (0.1, 0.3)}``: numbers, texts or switches.
         trials: models with other numbers by expert to try, 0 or at least a generation of CMA-ES.
         trials_over: which numbers: "weights", "densities" or both.
         seed: of these numbers.
@@ -118,27 +125,32 @@ def search_folders(
         options: as of `merge_folders`, ``coef`` by glob only; coefficients are for the other parameters.
 
     Raises:
-        ValueError: as `merge_folders`, before any work; for coefficients that are not finite, are given twice or change
-            nothing; for trials as `select_numbers`; if another search of ``out`` is running; and, with the name of the
+        ValueError: as `merge_folders`, of every combination before any work; for coefficients that are not finite, are
+            given twice or change nothing; for options that the merger does not have, and values that are given twice;
+            for trials as `select_numbers`; if another search of ``out`` is running; and, with the name of the
             candidate, if a score is not a finite number or ``score`` raises one.
         ModuleNotFoundError: as `select_numbers`.
     """
     out = checkpoint.follow(Path(out))
-    tried, more = _tried(config, coefs), read_by(base, experts, options)
-    if trials:
-        errors.raise_problems(over_problems(config, trials_over, "trials_over"))
-        check_trials(numbers_of(config, list(experts), trials_over), trials)
+    every, more = _combined(config, over), read_by(base, experts, options)
     place, kept = _place(out), _kept(out.parent / SCORES) if name else {}
-    found = dict[str, dict[str, float]]()  # by coefficient, or number of the trial
+    found = dict[str, dict[str, float]]()  # by options and coefficient, or number of the trial
 
     def ready(own: Merger, *end: str) -> _Ready:
-        named = " ".join([out.name, *end]), place / "-".join([out.name, *end])
+        named = " ".join([out.name, *end]), place / "-".join([out.name, *(re.sub(r"[^\w.+-]", "_", e) for e in end)])
         return _Ready(*named, *prepare(own, base, experts, out, **options), more)
 
-    first = ready(_at(config, tried[0]))
-    problems = [*memory_problems(first.job), *room_problems(work_folder(out), first.shards)]
-    if any(first.job.coefs == ready(_at(config, coef)).job.coefs for coef in tried[1:2]):
-        problems.append("`coef` has a number for every parameter, so there is nothing to choose: leave it out")
+    problems = list[str]()
+    for _, own in every:
+        with errors.collected(problems):
+            if trials:
+                errors.raise_problems(over_problems(own, trials_over, "trials_over"))
+                check_trials(numbers_of(own, list(experts), trials_over), trials)
+            tried = _tried(own, coefs)
+            first = ready(_at(own, tried[0]))
+            problems += [*memory_problems(first.job), *room_problems(work_folder(out), first.shards)]
+            if any(first.job.coefs == ready(_at(own, coef)).job.coefs for coef in tried[1:2]):
+                problems.append("`coef` has a number for every parameter, so there is nothing to choose: leave it out")
     errors.raise_problems(problems)
     with shared(hashing, options.get("workers", 1)) as hashes, _only(out, place):
 
@@ -152,15 +164,22 @@ def search_folders(
             report(Candidate(own.name, fmean(scores.values()), key in kept))
             return fmean(scores.values())
 
-        def score_at(coef: float) -> float:
-            return score_of(_at(config, coef), _text(coef))
+        def search(config: Merger, *end: str) -> Searched:
+            grid = [coef for coef in _tried(config, coefs) if coef is not None]
+            if not grid:
+                score_of(config, *end)
+                return Searched(config, found[" ".join(end)], ())
+            best, edge = choose_coef(lambda coef: score_of(_at(config, coef), *end, _text(coef)), grid, widen=widen)
+            return Searched(_at(config, best.best), found[" ".join([*end, _text(best.best)])], best.curve, edge)
 
-        if tried == [None]:
-            score_of(config)
-            chosen = Searched(config, found[""], ())
-        else:
-            best, edge = choose_coef(score_at, [coef for coef in tried if coef is not None], widen=widen)
-            chosen = Searched(_at(config, best.best), found[_text(best.best)], best.curve, edge)
+        searched = [search(own, *(str(text) for option in at.items() for text in option)) for at, own in every]
+        chosen = choose(searched, lambda own: own.score).best
+        if over:
+            tuned = (
+                Tuned(at, getattr(own.config, "coef", None), own.score, own.curve)
+                for (at, _), own in zip(every, searched, strict=True)
+            )
+            chosen = chosen._replace(tuned=tuple(tuned))
         if not trials:
             return chosen
         places = count()
@@ -180,10 +199,28 @@ def _text(coef: float) -> str:
     return f"{coef:.12g}"
 
 
-def _tried(config: Merger, coefs: Sequence[float]) -> list[float | None]:
-    """The coefficients to try, None for the merger as it is. Raises: ValueError for those that cannot be tried."""
+def _combined(config: Merger, over: Mapping[str, Sequence[Any]]) -> list[tuple[dict[str, Any], Merger]]:
+    """Every combination of options, and the merger with it. Raises: ValueError for those that cannot be tried."""
     if not isinstance(config, Merger):
         raise ValueError(f"config is {config!r}, must be the options of a merger, such as TaskArithmetic()")
+    if not isinstance(over, Mapping):
+        raise ValueError(f"over is {over!r}, must be a mapping {{option: values}}")
+    problems, known = list[str](), [option.name for option in fields(config)]
+    for name, values in over.items():
+        several = isinstance(values, Sequence) and not isinstance(values, str) and len(values)
+        if name not in known:
+            choice = f"choose from {', '.join(known)}" if known else "it has none"
+            problems.append(f"over: {name!r} is not an option of {config.name}, {choice}")
+        elif not several or not all(isinstance(value, int | float | str) for value in values):
+            problems.append(f"over: {name} is {values!r}, must be one or more numbers, texts or switches")
+        elif len({*values}) < len(values):
+            problems.append(f"over: {name} is {list(values)}: name each value once")
+    errors.raise_problems(problems)
+    return [(options, replace(config, **options)) for options in combinations(over)]
+
+
+def _tried(config: Merger, coefs: Sequence[float]) -> list[float | None]:
+    """The coefficients to try, None for the merger as it is. Raises: ValueError for those that cannot be tried."""
     if getattr(config, "coef", 0.0) is not None:
         if coefs:
             given = f"{config.coef:g}, leave one out" if hasattr(config, "coef") else "none: leave them out"

@@ -213,6 +213,115 @@ def test_trials_begin_at_the_best_coefficient_and_a_killed_search_resumes_on_the
     assert runs() == []
 
 
+OVER = "--search-over", "aggregate=sum,mean", "keep=0.9,0.8"
+
+
+def test_options_are_chosen_with_the_coefficient_and_a_killed_search_resumes(call, exits, place):
+    """The first number of w is γ times 2.5 for the sum, 1.25 for the mean; TIES keeps the first of equal magnitudes."""
+    words = *OVER, "--grid", 0.3, 0.6, 0.9, "--scope", "tensor", "--out", "out"
+    every = [f"aggregate-{own}-keep-{keep}" for own in ("sum", "mean") for keep in (0.9, 0.8)]
+    names = [f"ties-{own}-{coef}" for own in every for coef in (0.3, 0.6, 0.9)]
+    Path("die").write_text("5")
+    command = [sys.executable, ROOT / "merge.py", "ties", "--base", "base", "--experts", "a", "b", "--search", *words]
+    command += ["--score", f"{sys.executable} score.py {{model}}"]
+    assert subprocess.run(list(map(str, command)), check=False, capture_output=True).returncode == -signal.SIGKILL
+    Path("die").unlink()
+    assert runs() == names[:5]
+    out, err, code = call("ties", *words)
+    assert (code, runs()) == (None, names[4:])
+    assert "ties aggregate sum keep 0.8 0.3: -0.55 (kept)\nties aggregate sum keep 0.8 0.6: -0.2\n" in err
+    assert out.splitlines() == [
+        "merged: out/ties, coef 0.9, rounding is 0.00% of the merged change (RMS)",
+        "aggregate sum, keep 0.9: coef 0.6, score -0.2",
+        "aggregate sum, keep 0.8: coef 0.6, score -0.2",
+        "aggregate mean, keep 0.9: coef 0.9 (largest of those tried), score -0.175",
+        "aggregate mean, keep 0.8: coef 0.9 (largest of those tried), score -0.175",
+        "score: out/ties, aggregate mean, keep 0.9 (largest of those tried), -0.175, at the largest coefficient of "
+        "those tried: --widen or --grid tries more",
+    ]
+    made = manifest("out/ties")
+    factors = [("sum", 0.9, 2.5), ("sum", 0.8, 2.5), ("mean", 0.9, 1.25), ("mean", 0.8, 1.25)]
+    curves = [[[coef, pytest.approx(-abs(y * coef - 1.3), abs=1e-6)] for coef in (0.3, 0.6, 0.9)] for *_, y in factors]
+    assert made["score_options"] == [
+        {"options": {"aggregate": own, "keep": keep}, "coef": coef, "score": curve[place][1], "curve": curve}
+        for (own, keep, _), coef, place, curve in zip(factors, (0.6, 0.6, 0.9, 0.9), (1, 1, 2, 2), curves, strict=True)
+    ]
+    assert (made["score_option_edges"], made["score_edge"]) == ({"keep": "largest"}, "largest")
+    assert (made["score"], made["score_curve"]) == (made["score_options"][2]["score"], curves[2])
+    chosen = {"coef": 0.9, "rescale": False, "keep": 0.9, "aggregate": "mean", "scope": "tensor"}
+    assert made["hyperparameters"] == {name: value for name, value in chosen.items() if name in made["hyperparameters"]}
+    assert {"coef", "keep", "aggregate"} <= made["hyperparameters"].keys()
+    assert made["asked"]["over"] == {"aggregate": ["sum", "mean"], "keep": [0.9, 0.8]}
+    card = Path("out/ties/README.md").read_text()
+    assert (
+        "\naggregate, keep were chosen by this score, which is therefore optimistic, each combination at its best "
+        "coefficient. At an edge of the values tried: keep (largest).\n" in card
+    )
+    assert "\n| aggregate | keep | score | by coefficient |\n" in card
+    assert "\n| mean | 0.9 | -0.175 | 0.3: -0.925, 0.6: -0.55, 0.9: -0.175 |\n" in card
+    assert exits("merge.py", "out/ties/recipe.yml", "--out", "again") is None
+    assert (place / "again/ties/model.safetensors").read_bytes() == (place / "out/ties/model.safetensors").read_bytes()
+    assert sorted(path.name for path in Path("out").iterdir()) == ["candidates.jsonl", "logs", "ties"]
+
+
+def test_a_finished_search_over_options_is_kept_and_another_one_is_another_request(call):
+    words = "--coef", 0.9, "--keep", 0.9, "--out", "out", "--search-over"
+    out, _, code = call("ties", *words, "aggregate=sum,mean")
+    assert (code, runs()) == (None, ["ties-aggregate-sum", "ties-aggregate-mean"])
+    assert "aggregate sum: score -0.95\naggregate mean: score -0.175\nscore: out/ties, aggregate mean, -0.175\n" in out
+    Path("out/candidates.jsonl").unlink()
+    for more in ((), ("--dry-run",)):
+        assert "already finished" in call("ties", *words, "aggregate=sum,mean", *more)[0]
+    said = "out/ties holds another merge: its asked.over.aggregate is ['sum', 'mean'], this merge's would be ['mean']"
+    assert said in call("ties", *words, "aggregate=mean")[2]
+    assert "its asked.over.scope is left out" in call("ties", *words, "aggregate=sum,mean", "scope=tensor")[2]
+    said = "its asked.over.aggregate is ['sum', 'mean'], this merge's would be left out"
+    assert said in call("ties", *words[:-1], "--aggregate", "mean")[2]
+    assert runs() == []
+    # coef of a merger whose own is a number, and a chosen option that is the default, which a manifest leaves out
+    out, _, code = call("sce", "--search-over", "coef=0.5,1", "--out", "out", "--json")
+    assert runs() == ["sce-coef-0.5", "sce-coef-1.0"]
+    (found,) = json.loads(out)["searched"]
+    assert found["options"] == {"coef": found["coef"]}
+    assert "already finished" in call("sce", "--search-over", "coef=0.5,1", "--out", "out")[0]
+    words = "ta", "--search-over", "aggregate=mean,sum", "--coef", 0.5, "--out", "out"
+    assert call(*words)[2] is None
+    made = manifest("out/ta")
+    sums = {"options": {"aggregate": "sum"}, "coef": 0.5, "score": pytest.approx(-0.05, abs=1e-6), "curve": []}
+    assert (made["score_options"][1], made["hyperparameters"]) == (sums, {"coef": 0.5})
+    assert "already finished" in call(*words)[0]
+
+
+def test_equal_combinations_are_a_note_trials_begin_at_the_first_and_a_dry_run_counts_all(call):
+    words = *OVER, "--grid", 0.3, 0.6, "--trials", 6, "--out", "out"
+    out, _, _ = call("ties", *words, "--dry-run")
+    assert "  search: 8 models, then 6 with other weights, one after another: " in out
+    assert "  search: 4 models, one after another: " in call("ties", *OVER, "--coef", 1, "--out", "out", "--dry-run")[0]
+    assert (runs(), Path("out").exists()) == ([], False)
+    out, err, code = call("ties", *words, score="bash -c 'echo 7 # {model}'")
+    assert code is None
+    assert (
+        "note: all 4 combinations of options have the same score, 7: aggregate sum, keep 0.9 is only the first; score "
+        "more rows, or try other values\n" in out
+    )
+    assert "ties trial 6: 7\n" in err
+    made = manifest("out/ties")
+    assert made["hyperparameters"].items() >= {"aggregate": "sum", "keep": 0.9, "coef": 0.3}.items()
+    assert (len(made["score_options"]), len(made["score_weights"])) == (4, 7)
+    assert "kept: out/ties" in call("ties", *words, score="bash -c 'echo 7 # {model}'")[0]
+
+
+def test_combinations_out_of_range_are_listed_once_before_a_score(call):
+    words = "--search-over", "keep=0.5,1.5,-1", "aggregate=sum,mean", "--out", "out"
+    for more in ((), ("--dry-run",)):
+        code = call("ties", *words, *more, score="nothing-of-this-name {model}")[2]
+        assert [code.count(f"--search-over: keep is {keep}, must be ") for keep in (1.5, -1.0)] == [1, 1]
+        assert "which is not there or not executable" in code
+        assert code.count("keep is") == 2
+    assert "name it in place of all" in call("all", "--search-over", "keep=0.5", "--out", "out")[2]
+    assert (runs(), Path("out").exists()) == ([], False)
+
+
 def test_trials_over_densities_begin_at_the_one_of_all_and_the_recipe_has_the_chosen_ones(call, exits, place):
     words = "--coef", 0.6, "--keep", 0.5, "--trials", 8, "--trials-over", "weights", "densities", "--out", "out"
     score = "bash -c 'basename {model} | cksum | cut -c 1-4'"
@@ -364,8 +473,6 @@ def test_what_a_search_by_a_program_does_not_take_is_an_error_with_a_way_out(cal
         (("--push-to-hub", "x"), "push"),
     ):
         assert said in call("ta", *words, "--out", "out")[2], words
-    over = ("--search-over", "keep=0.1,0.2", "--out", "out")
-    assert f"--search-over{instead}" in call("ties", *over)[2]
     assert "give --task" in call("emr", "--out", "out")[2]
     for score, said in (
         ("true", "--score 'true' does not read the merged model: write {model} for the model's folder"),

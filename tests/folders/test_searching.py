@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from smat_fn import execution, merge
-from smat_fn.config import TaskArithmetic, Ties, WeightAverage
+from smat_fn.config import Sce, TallMask, TaskArithmetic, Ties, WeightAverage
 from smat_fn.folders import merge_folders, plan, run, search_folders
 from smat_fn.folders.files import Hashing
+from smat_fn.merge.around.select import Tuned
 from smat_fn.merge.parts.windows import Scratch
 
 TA = TaskArithmetic(coef=None)
@@ -293,4 +294,115 @@ def test_trials_choose_weights_by_brute_force_from_the_best_coefficient_on(famil
             search_folders(config, *places, tmp_path / "out/ta", score=pytest.fail, trials=trials)
     with pytest.raises(ValueError, match="trials: ta takes no densities by expert, leave trials_over out"):
         search_folders(TA, *places, tmp_path / "out/ta", score=pytest.fail, trials=13, trials_over=["densities"])
+    assert not (tmp_path / "out").exists()
+
+
+TIES = Ties(keep=0.7, aggregate="sum", scope="global")
+OVER = {"aggregate": ("sum", "mean"), "keep": (0.9, 0.4)}  # that of TIES is not among them
+EVERY = [{"aggregate": aggregate, "keep": keep} for aggregate in ("sum", "mean") for keep in (0.9, 0.4)]
+
+
+def test_each_combination_of_options_is_searched_as_if_it_was_given(family_in, folders, tmp_path):
+    (base, experts), places = family_in
+    scoring = Scoring(folders, merge.merge_by(replace(TIES, aggregate="mean", keep=0.5, coef=0.7), base, experts))
+    said, given = [], {"coefs": (0.3, 0.4), "widen": True, "name": "n"}
+    found = search_folders(TIES, *places, tmp_path / "it", score=scoring, over=OVER, report=said.append, **given)
+    # the scores of single searches are the same ones, so none is computed
+    alone = [search_folders(replace(TIES, **o), *places, tmp_path / "it", score=pytest.fail, **given) for o in EVERY]
+    rows = zip(EVERY, alone, strict=True)
+    assert found.tuned == tuple(Tuned(options, one.config.coef, one.score, one.curve) for options, one in rows)
+    best = max(alone, key=lambda one: one.score)
+    assert found._replace(tuned=()) == best
+    assert alone.index(best) == 3
+    for options, one in zip(EVERY, alone, strict=True):
+        for coef, value in one.curve:
+            merged = merge.merge_by(replace(TIES, **options, coef=coef), base, experts)
+            assert value == pytest.approx(scoring.of(merged), rel=1e-5)
+    assert len({len(one.curve) for one in alone}) > 1, [one.curve for one in alone]
+    names = [own.name for own in said]
+    assert names[:2] == ["it aggregate sum keep 0.9 0.3", "it aggregate sum keep 0.9 0.4"]
+    assert [own.name for own in scoring.calls] == [name.replace(" ", "-") for name in names]
+    assert sorted({name.rpartition(" ")[0] for name in names}) == sorted(
+        f"it aggregate {own['aggregate']} keep {own['keep']}" for own in EVERY
+    )
+    assert sorted(own.name for own in tmp_path.glob("*it*")) == [], "one folder at a time, none is left"
+
+
+def test_options_of_a_merger_without_an_open_coefficient_are_scored_once_each(family_in, tmp_path):
+    _, (base, experts) = family_in
+    calls, over = [], {"density": (0.5, 1), "coef": (0.5, 1.0)}
+    found = search_folders(
+        Sce(), base, experts, tmp_path / "x", score=lambda own: calls.append(own.name) or 3, over=over
+    )
+    assert calls == [f"x-density-{density}-coef-{coef}" for density in (0.5, 1) for coef in (0.5, 1.0)]
+    assert (found.config, found.curve, found.edge) == (Sce(density=0.5, coef=0.5), (), "")
+    assert [(own.coef, own.score, own.curve) for own in found.tuned] == [(c, 3.0, ()) for c in (0.5, 1.0)] * 2
+    named = dict(zip(("a/b", "c:d"), experts.values(), strict=True))
+    config, score = TallMask(ratio=0.4, task="c:d"), lambda own: {"x-task-a_b": 2, "x-task-c_d": 1}[own.name]
+    found = search_folders(config, base, named, tmp_path / "x", score=score, over={"task": (*named,)})
+    assert (found.config.task, found.score) == ("a/b", 2.0)
+
+
+def test_of_equal_scores_the_first_combination_is_chosen_at_its_smallest_coefficient(family_in, tmp_path):
+    _, places = family_in
+    over = {"keep": (0.9, 0.4), "aggregate": ("mean", "sum")}
+    found = search_folders(TIES, *places, tmp_path / "x", score=lambda own: 1, coefs=(0.5, 0.2), over=over)
+    assert found.config == replace(TIES, keep=0.9, aggregate="mean", coef=0.2)
+    assert [own.options for own in found.tuned] == [
+        {"keep": keep, "aggregate": aggregate} for keep in (0.9, 0.4) for aggregate in ("mean", "sum")
+    ]
+
+
+def test_an_interrupted_search_over_options_resumes_and_trials_begin_at_the_best(family_in, folders, tmp_path):
+    (base, experts), places = family_in
+    names, out = list(experts), tmp_path / "ties"
+    target = merge.merge_by(replace(TIES, aggregate="mean", keep=0.4, coef=0.6, weights={names[1]: 1.4}), base, experts)
+    scoring, stop = Scoring(folders, target), 5
+
+    def score(folder):
+        if len(scoring.calls) == stop:
+            raise KeyboardInterrupt
+        return scoring(folder)
+
+    options = {"coefs": (0.3, 0.6), "over": OVER, "trials": 13, "seed": 2, "name": "n"}
+    with pytest.raises(KeyboardInterrupt):
+        search_folders(TIES, *places, out, score=score, **options)
+    found = search_folders(TIES, *places, out, score=scoring, **options)
+    called = [own.name for own in scoring.calls]
+    assert len(called) == len({*called}) == 4 * 2 + 13, "none twice"
+    start = search_folders(TIES, *places, out, score=pytest.fail, **options | {"trials": 0})
+    assert (start.config, start.tuned) == (replace(TIES, aggregate="mean", keep=0.4, coef=0.6), found.tuned)
+    alone = search_folders(start.config, *places, out, score=pytest.fail, trials=13, seed=2, name="n")
+    assert (found.config, found.trials, found.score) == (alone.config, alone.trials, alone.score)
+    assert found.score > start.score
+    more = options | {"over": {**OVER, "keep": (0.9, 0.5, 0.4)}, "trials": 0}
+    search_folders(TIES, *places, out, score=scoring, **more)
+    assert len(scoring.calls) == len(called) + 2 * 2, "the new combinations alone"
+
+
+def test_combinations_that_cannot_be_tried_are_errors_before_any_merge(family_in, tmp_path):
+    _, places = family_in
+    never = {"score": pytest.fail}
+    for over, said in (
+        (
+            {"kept": (0.2,), "keep": ()},
+            ["'kept' is not an option of ties, choose from", "keep is \\(\\), must be one or"],
+        ),
+        ({"keep": 0.2}, ["over: keep is 0.2, must be one or more numbers, texts or switches"]),
+        ({"scope": "global"}, ["over: scope is 'global', must be one or more"]),
+        ({"weights": ({"a": 1},)}, ["over: weights is .*, must be one or more numbers"]),
+        ({"keep": (0.2, 0.1, 0.2)}, [r"over: keep is \[0.2, 0.1, 0.2\]: name each value once"]),
+        (["keep"], [r"over is \['keep'\], must be a mapping"]),
+        ({"coef": (0.2,)}, ["but the coefficient of ties is 0.2, leave one out"]),
+    ):
+        with pytest.raises(ValueError, match=".*".join(said)):
+            search_folders(TIES, *places, tmp_path / "out/x", coefs=(0.1, 0.2), over=over, **never)
+    over = {"keep": (0.5, 1.5, -1.0), "scope": ("global", "layer")}
+    with pytest.raises(ValueError, match=r"keep is 1\.5") as error:
+        search_folders(TIES, *places, tmp_path / "out/x", coefs=(0.1, 0.2), over=over, **never)
+    assert [text.partition(",")[0] for text in error.value.problems] == [
+        "scope is 'layer'", "keep is 1.5", "keep is -1.0",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=r"config is .*, must be the options of a merger"):
+        search_folders(len_of, *places, tmp_path / "out/x", over={"keep": (0.1,)}, **never)
     assert not (tmp_path / "out").exists()

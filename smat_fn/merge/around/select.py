@@ -1,8 +1,9 @@
-"""The coefficient γ that does best by any score, one for all weights or for each block, and the grids to try."""
+"""The coefficient γ that does best by any score, one for all weights or for each block, and what there is to try."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from itertools import product
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -38,6 +39,23 @@ class Selection(NamedTuple, Generic[T]):
     best: T
     score: float
     curve: tuple[tuple[T, float], ...]
+
+
+class Tuned(NamedTuple):
+    """One combination of the options that a search tries, with its best coefficient."""
+
+    options: dict[str, Any]
+    coef: float | None  # None for a merger without one
+    score: float  # on dev the mean score, over the decodes too where answers are sampled
+    curve: tuple[tuple[float, float], ...]  # (coefficient, score) of every candidate, empty where none is searched
+
+
+def combinations(over: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Every combination of values by option, those of the last option first; one without options where there are none.
+
+    Args: over: values to try by option.
+    """
+    return [dict(zip(over, values, strict=True)) for values in product(*over.values())]
 
 
 def exceeds(value: float, other: float) -> bool:

@@ -123,7 +123,7 @@ class Choices:
         tuple[str, ...], arg(metavar="NAME=VALUE,VALUE ...", help_behavior_hint="(default: none)")
     ] = ()
     """With --search: other options of the merger to choose, with values to try, e.g. ratio=0.2,0.4,0.6 least=1,2. Each
-    combination gets its own coefficient; the one with the best dev score is chosen."""
+    combination gets its own coefficient; the one with the best score is chosen."""
     trials: int = 0
     """With --search: number of models to try with other weights of the experts, by CMA-ES, after the coefficient."""
     trials_over: tuple[Literal["weights", "densities"], ...] = ("weights",)
@@ -329,7 +329,7 @@ def _check_score(args: Merge) -> None:
         raise ValueError("--score requires --search")
     of_suites = {
         "--data": choice.data, "--suite-options": choice.suite_options, "--calibrate": choice.calibrate,
-        "--snapshots": choice.snapshots, "--per-layer": choice.per_layer, "--search-over": choice.search_over,
+        "--snapshots": choice.snapshots, "--per-layer": choice.per_layer,
     }  # fmt: skip
     if given := [option for option, value in of_suites.items() if value]:
         raise ValueError(
@@ -363,7 +363,7 @@ def _check_grid(choice: Choices, configs: Sequence[MergerConfig], merger: Any) -
         options = "--grid and --widen choose" if choice.grid or choice.widen else "--per-layer chooses"
         if all(getattr(config, "coef", 0.0) is not None for config in configs):
             default = any(getattr(type(config), "coef", None) is not None for config in configs)  # perhaps not given
-            way = "; to try others of it: --search-over coef=0.5,1" if default and not choice.score else ""
+            way = "; to try others of it: --search-over coef=0.5,1" if default else ""
             raise ValueError(f"{options} a coefficient, here it is given: {', '.join(without)}{way}")
 
 
@@ -524,7 +524,8 @@ def on_disk(args: Merge, preset: Preset, configs: list[MergerConfig], base: Path
         from smat_fn.scripts.merge import outside
 
         ours = args.choice.grid, args.choice.widen, args.choice.trials, args.choice.trials_over
-        asked = outside.Asked(args.choice.score, args.choice.score_key, *ours)
+        over = over_of(type(configs[0]), args.choice.search_over)
+        asked = outside.Asked(args.choice.score, args.choice.score_key, *ours, over)
         return outside.run(configs, order, asked, dry_run=own.dry_run, push=own.push_to_hub, public=own.public)
     return on_disk.run(configs, order, dry_run=own.dry_run, push=own.push_to_hub, public=own.public)
 

@@ -299,7 +299,7 @@ def _search(manifest: Mapping[str, Any]) -> list[str]:
     if found := manifest.get("calibration"):
         tried = _points(found["curve"])
         lines.append(f"{found['field']} was chosen on dev at coefficient {found['coef']} (mean over tasks): {tried}.")
-    lines += _combinations(manifest)
+    lines += _combinations(manifest, "dev", "on dev (mean over tasks)", "dev score", "{:.2f}")
     if manifest["dev_curve"]:
         edge = f" The chosen one is the {found} tried." if (found := manifest.get("dev_edge")) else ""
         lines.append(f"The coefficient was chosen on dev (mean over tasks): {_points(manifest['dev_curve'])}.{edge}")
@@ -344,10 +344,12 @@ def _outside(manifest: Mapping[str, Any]) -> list[str]:
             "",
             f"It is the mean of {_points(((_text(name), own) for name, own in scores.items()), '{} {:.6g}')}.",
         ]
+    where = "by this score, which is therefore optimistic"
+    lines += [text for own in _combinations(manifest, "score", where, "score", "{:.6g}") for text in ("", own)]
     if curve := manifest["score_curve"]:
         chosen = f" The chosen one is the {edge} tried." if edge else ""
         tried = _points(curve, "{}: {:.6g}")
-        lines += ["", f"The coefficient was chosen by this score, which is therefore optimistic: {tried}.{chosen}"]
+        lines += ["", f"The coefficient was chosen {where}: {tried}.{chosen}"]
     trials = _trials(trials_of(manifest, "score"), "score", "{:.6g}")
     return [*lines, *(text for line in trials for text in ("", line))]
 
@@ -371,22 +373,25 @@ def _trials(tried: Sequence[tuple[ByExpert, float]], what: str, form: str) -> li
     ]
 
 
-def _combinations(manifest: Mapping[str, Any]) -> list[str]:
-    """A sentence on the options that a search tried, and a table of all their combinations; empty without them."""
-    if not (tried := manifest.get("dev_options")):
+def _combinations(manifest: Mapping[str, Any], start: str, where: str, title: str, form: str) -> list[str]:
+    """A sentence on the options that a search tried, and a table of all their combinations; empty without them.
+
+    Args: start: of the fields of the manifest, and the field of a score.
+    """
+    if not (tried := manifest.get(f"{start}_options")):
         return []
     names, searched = list(tried[0]["options"]), any(own["curve"] for own in tried)
     how = ", each combination at its best coefficient" if searched else ""
-    edges = [f"{name} ({edge})" for name, edge in manifest["dev_option_edges"].items()]
+    edges = [f"{name} ({edge})" for name, edge in manifest[f"{start}_option_edges"].items()]
     more = f" At an edge of the values tried: {', '.join(edges)}." if edges else ""
-    table = ["| " + " | ".join([*names, "dev score", *(["by coefficient"] if searched else [])]) + " |"]
+    table = ["| " + " | ".join([*names, title, *(["by coefficient"] if searched else [])]) + " |"]
     table.append("|" + "---|" * len(names) + "---:|" + "---|" * searched)
     for own in tried:
-        points = [_points(own["curve"])] if searched else []
-        cells = [*map(str, own["options"].values()), f"{own['dev']:.2f}", *points]
+        points = [_points(own["curve"], f"{{}}: {form}")] if searched else []
+        cells = [*map(str, own["options"].values()), form.format(own[start]), *points]
         table.append(f"| {' | '.join(cells)} |")
     verb = "was" if len(names) == 1 else "were"
-    return [f"{', '.join(names)} {verb} chosen on dev (mean over tasks){how}.{more}", "\n".join(table)]
+    return [f"{', '.join(names)} {verb} chosen {where}{how}.{more}", "\n".join(table)]
 
 
 def _points(points: Iterable[Any], form: str = "{}: {:.2f}") -> str:

@@ -16,12 +16,13 @@ from ...config import MergerConfig, Ties, settings
 from ...evaluate import Scorer
 from ...evaluate.scoring import Cost
 from ...folders.prepare import buffers_note
+from ...merge.around.select import Tuned, combinations
 from ...merge.parts.inputs import Leaves
 from ...merge.parts.masked import Masked
 from ...progress import say
 from ...types import Params
 from .inputs import Inputs, like_base, mask_key, read_statistics
-from .searched import Over, combinations, numbers_text, text_of
+from .searched import Over, chosen_of, edges_of, numbers_text, tuned_text
 
 T = TypeVar("T")
 Decode = tuple[str, int]  # task, repeat
@@ -49,15 +50,6 @@ class Calibration(NamedTuple):
     tried: Tried
 
 
-class Tuned(NamedTuple):
-    """One combination of the options that a search tries, with its best coefficient."""
-
-    options: dict[str, Any]
-    coef: float | None  # None for a merger without one
-    score: float  # mean dev score, over the decodes too where answers are sampled
-    curve: Curve  # of coefficients, empty where none is searched
-
-
 class Merged(NamedTuple):
     """A merged model and how its coefficient was found."""
 
@@ -79,15 +71,12 @@ class Merged(NamedTuple):
     @property
     def options(self) -> dict[str, Any]:
         """The chosen values of the options that the search tried: the first of equal ones."""
-        return merge.choose(self.tuned, lambda own: own.score).best.options if self.tuned else {}
+        return chosen_of(self.tuned)
 
     @property
     def option_edges(self) -> dict[str, str]:
         """The options whose chosen number is the "smallest" or the "largest" of those tried."""
-        tried = {name: {own.options[name] for own in self.tuned} for name in self.options}
-        numbers = {name: value for name, value in self.options.items() if type(value) in (int, float)}
-        edges = {name: merge.grid_edge(value, sorted(tried[name])) for name, value in numbers.items()}
-        return {name: edge for name, edge in edges.items() if edge}
+        return edges_of(self.tuned)
 
 
 class Reranked(NamedTuple, Generic[T]):
@@ -446,13 +435,12 @@ def _search_over(
     searches, tuned, every = list[Searched](), list[Tuned](), combinations(over)
     scorer.expect(len(every) * _count(max(1, len(grid)), models, scorer))
     for options in every:
-        found, _, edge = own = _search(_with(config, **options), grid, models, scorer, widen=widen)
+        found, *_ = own = _search(_with(config, **options), grid, models, scorer, widen=widen)
         coef, score = getattr(found.best, "coef", None), fmean(found.scores.values())
         searches.append(own)
         tuned.append(Tuned(options, coef, score, _curve(found.curve, "coef") if grid else ()))
         if over:
-            chosen = f" coef {coef:g}{f' ({edge} of those tried)' if edge else ''}," if grid else ""
-            report(f"{text_of(options)}:{chosen} dev {score:.2f}")
+            report(tuned_text(tuned[-1], f"dev {score:.2f}"))
     best = merge.choose(range(len(every)), lambda place: tuned[place].score).best
     cost = total(*(own.tried for own in searches))
     return searches[best]._replace(tried=cost), tuple(tuned) if over else ()

@@ -16,17 +16,28 @@ from ...evaluate.scoring import shares_note
 from ...folders import SHARD_SIZE
 from ...folders.inputs.stacks import folders_of
 from ...folders.prepare import buffers_note, skip_notes
-from ...merge.around.select import best_of, grid_problems
+from ...merge.around.select import Tuned, best_of, grid_problems
 from ...suites import Suite, has_heads
 from .. import outcome
 from ..recipes.own import written
 from ..recipes.places import sources_text
 from .card import CARD, card, licenses_of
-from .choosing import Merged, Tuned, about, fingerprints, is_open, merge_one, sparsities, total, with_buffers
+from .choosing import Merged, about, fingerprints, is_open, merge_one, sparsities, total, with_buffers
 from .finished import differences, is_merged, other_order, verify
 from .given import by_name
 from .inputs import Inputs, depth_problems, facts_of, load_inputs, missing_of, read_statistics
-from .searched import FLAG, Over, combined, facts_of_trials, numbers_text, text_of, trials_of
+from .searched import (
+    Over,
+    alike,
+    chosen_text,
+    combined,
+    facts_of_options,
+    facts_of_trials,
+    numbers_text,
+    text_of,
+    trials_of,
+    value_problems,
+)
 from .snapshots import choose_snapshot
 from .suite import made_problems, of_base, scoring_suite
 
@@ -222,15 +233,13 @@ def _prints(snapshots: Mapping[int, Sequence[Path]]) -> dict[str, list[str]]:
 def summary(merged: Mapping[Path, Merged]) -> Iterable[str]:
     """A line for each merged model: its folder, its coefficient and its mean dev score."""
     for folder, model in merged.items():
-        edges = {name: f" ({edge} of those tried)" for name, edge in model.option_edges.items()}
-        chosen = "".join(f", {name} {value}{edges.get(name, '')}" for name, value in model.options.items())
         coef = "" if model.coef is None or "coef" in model.options else f", coef {model.coef:g}"
         coef += f" ({model.edge} of those tried: --widen or --grid tries more)" if model.edge else ""
         coef += ", then by block" if model.layers else ""
         coef += f", {numbers_text(model.trials.best)}" if model.trials else ""
         coef += f", snapshot {model.snapshot}" if model.snapshot else ""
         score = f", dev {fmean(model.dev.values()):.2f}" if model.dev else ""
-        yield f"{'kept' if model.kept else 'merged'}: {folder}{chosen}{coef}{score}"
+        yield f"{'kept' if model.kept else 'merged'}: {folder}{chosen_text(model.tuned)}{coef}{score}"
         facts = {"folder": folder, "coef": model.coef, "dev": dict(model.dev), "kept": model.kept}
         facts |= {"options": model.options} if model.tuned else {}
         outcome.add("merged", facts | (model.trials.best if model.trials else {}))
@@ -240,18 +249,13 @@ def summary(merged: Mapping[Path, Merged]) -> Iterable[str]:
 def tied(model: Merged) -> list[str]:
     """Notes where all coefficients of a search have one dev score, and where all combinations of options have."""
     notes, way = list[str](), "give more dev rows, another metric"
-    if _equal([score for _, score in model.curve]):
+    if alike([score for _, score in model.curve]):
         same = f"all {len(model.curve)} coefficients have the same dev score, {model.curve[0][1]:.2f}"
         notes.append(f"{same}: {model.coef:g} is only the smallest; {way}, or --coef")
-    if _equal([own.score for own in model.tuned]):
+    if alike([own.score for own in model.tuned]):
         same = f"all {len(model.tuned)} combinations of options have the same dev score, {model.tuned[0].score:.2f}"
         notes.append(f"{same}: {text_of(model.options)} is only the first; {way}, or other values")
     return notes
-
-
-def _equal(scores: Sequence[float]) -> bool:
-    """Whether there are several scores and none exceeds another."""
-    return len(scores) > 1 and not merge.exceeds(max(scores), min(scores))
 
 
 def _early_problems(asked: Request) -> list[str]:
@@ -284,11 +288,8 @@ def _over_problems(asked: Request) -> list[str]:
     problems = list[str]()
     with errors.collected(problems):
         names = [name for name, *_ in by_name(asked.base, asked.experts, None)[0]]
-        for one in (one for config in asked.configs for one in combined(config, asked.over)):
-            coef = 0.0 if is_open(one) else None
-            found = problems_of(merge.check_options, one, names, key=random.key(0), coef=coef)
-            problems += [f"{FLAG}: {text}" for text in found]
-    return list(dict.fromkeys(problems))
+        problems += [text for config in asked.configs for text in value_problems(config, asked.over, names)]
+    return problems
 
 
 def _finished(out: Path, facts: Mapping[str, Mapping[str, Any]], problems: list[str]) -> dict[Path, Merged]:
@@ -385,7 +386,7 @@ def _write(
         **({"dev_blocks": [list(point) for point in merged.layers.curve]} if merged.layers else {}),
         **(facts_of_trials(merged.trials.curve, "dev") if merged.trials else {}),
         **({"dev_edge": merged.edge} if merged.edge else {}),
-        **_tuned(merged),
+        **facts_of_options(merged.tuned, "dev"),
         **({"notes": list(merged.notes)} if merged.notes else {}),
         **licenses_of(base, inputs.places),
     }
@@ -403,15 +404,6 @@ def _write(
     if inputs.lines is None:  # LiNeS on disk multiplies coefficients, here vectors: the last bits differ
         files[checkpoint.RECIPE] = _recipe(config, merged, base, inputs, facts["merge_seed"])
     checkpoint.save_expert(folder, merged.params, manifest, overwrite=overwrite, files=files)
-
-
-def _tuned(merged: Merged) -> dict[str, Any]:
-    """Fields of a manifest on the options that a search tried: every combination, and numbers at an edge."""
-    every = [
-        {"options": own.options, "coef": own.coef, "dev": own.score, "curve": [list(point) for point in own.curve]}
-        for own in merged.tuned
-    ]
-    return {"dev_options": every, "dev_option_edges": merged.option_edges} if every else {}
 
 
 def _recipe(config: MergerConfig, merged: Merged, base: Path, inputs: Inputs, seed: int) -> str:

@@ -13,23 +13,35 @@ from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
-from ... import checkpoint, errors, merge
+from ... import checkpoint, errors
 from ...config import MergerConfig, settings
 from ...errors import problems_of
 from ...folders import Candidate, Searched, search_folders
 from ...folders.files import Hashing
-from ...merge.around.select import best_of
+from ...merge.around.select import best_of, combinations
 from ...progress import say
 from .. import outcome
 from ..signals import leaving_on_signals
 from .choosing import is_open
 from .finished import is_merged
 from .on_disk import Order, kept_of, options_of, plan_run, plan_text, pushed, stream_run, summary
-from .searched import facts_of_trials, numbers_text
+from .searched import (
+    Over,
+    alike,
+    chosen_of,
+    chosen_text,
+    facts_of_options,
+    facts_of_trials,
+    numbers_text,
+    text_of,
+    tuned_text,
+    value_problems,
+)
 
 MODEL, FILES = "{model}", "{out}"  # in a command: the folder of a candidate, and one for the program's own files
 LOGS = "logs"  # folder in --out with the output of the command for each candidate
@@ -48,12 +60,14 @@ class Asked(NamedTuple):
     widen: bool = False
     trials: int = 0
     trials_over: Sequence[str] = ("weights",)
+    over: Over = MappingProxyType({})  # values to try by option, in a search by one merger
 
     def facts(self, config: MergerConfig) -> dict[str, Any]:
         """The request for one merger, as its manifest has it; of folders of this machine it has names and a hash."""
-        own = {"score": _PLACE.sub(r"\1", self.command), "score_keys": list(self.keys)}
+        own: dict[str, Any] = {"score": _PLACE.sub(r"\1", self.command), "score_keys": list(self.keys)}
         own |= {"score_sha256": hashlib.sha256(self.name.encode()).hexdigest()}
         tried = {"coefs": sorted(self.coefs or config.grid), **({"widen": True} if self.widen else {})}
+        own |= {"over": {name: list(values) for name, values in self.over.items()}} if self.over else {}
         given = settings(config)
         begun = {"trials": self.trials, **{option: given.get(option, {}) for option in self.trials_over}}
         return {"asked": {**own, **(tried if is_open(config) else {}), **(begun if self.trials else {})}}
@@ -67,21 +81,24 @@ class Asked(NamedTuple):
 def run(
     configs: Sequence[MergerConfig], order: Order, asked: Asked, *, dry_run: bool, push: str | None, public: bool
 ) -> Iterator[str]:
-    """Choose open coefficients by the scores of a command, merge by the best ones, and yield the printed lines.
+    """Choose open coefficients and options by the scores of a command, merge by the best, and yield the printed lines.
 
     Raises: ValueError that lists all problems of the command, of inputs and of outputs before any merging; later as
         `search_folders`.
     """
     torch.set_num_threads(1)  # of each worker
     problems = list(problems_in(asked))
+    if wrong := [text for own in configs if asked.over for text in value_problems(own, asked.over, [*order.experts])]:
+        errors.raise_problems([*problems, *wrong])
     order = order._replace(searched={config.name: asked.facts(config) for config in configs})
     first = [_first(config, asked, order.out / config.name) for config in configs]
     if dry_run:
         plans = errors.all_at_once(problems, lambda: plan_run(first, order))
         for (folder, plan), config in zip(plans.items(), configs, strict=True):
             yield plan_text(folder, plan)
-            if plan is not None and (is_open(config) or asked.trials):
-                count = f"{len(asked.coefs or config.grid)} models" if is_open(config) else "1 model"
+            if plan is not None and (is_open(config) or asked.trials or asked.over):
+                models = len(combinations(asked.over)) * (len(asked.coefs or config.grid) if is_open(config) else 1)
+                count = f"{models} model{'s' * (models > 1)}"
                 count += f", then {asked.trials} with other {' and '.join(asked.trials_over)}" if asked.trials else ""
                 yield f"  search: {count}, one after another: each is merged, scored by --score and removed"
         return
@@ -101,7 +118,10 @@ def run(
 def _first(config: MergerConfig, asked: Asked, folder: Path) -> MergerConfig:
     """A merger to check the merge with: that of the finished folder, or the first one that is tried."""
     made = checkpoint.load_manifest(folder).get("hyperparameters") if is_merged(folder) else None
-    made, changes = made if isinstance(made, dict) else {}, dict[str, Any]()
+    changes = {} if isinstance(made, dict) else combinations(asked.over)[0]
+    made = made if isinstance(made, dict) else {}
+    # a manifest leaves out some defaults, which the merger itself has
+    changes |= {name: made[name] for name in asked.over if isinstance(made.get(name), int | float | str)}
     if is_open(config):
         coef = made.get("coef")
         known = isinstance(coef, float) and math.isfinite(coef)
@@ -124,6 +144,7 @@ def _search(config: MergerConfig, order: Order, asked: Asked, hashing: Hashing) 
         score=Program(asked, order.out / LOGS),
         coefs=asked.coefs if is_open(config) else (),
         widen=asked.widen,
+        over=asked.over,
         trials=asked.trials,
         trials_over=asked.trials_over,
         seed=order.seed,
@@ -138,27 +159,29 @@ def _facts(found: Searched) -> dict[str, Any]:
     """The facts of a search for a manifest, beside what was asked."""
     named = {} if list(found.scores) == [""] else {"scores": found.scores}
     edge = {"score_edge": found.edge} if found.edge else {}
-    trials = facts_of_trials(found.trials, "score")
-    return {"score": found.score, **named, "score_curve": [list(point) for point in found.curve], **edge, **trials}
+    more = facts_of_options(found.tuned, "score") | facts_of_trials(found.trials, "score")
+    return {"score": found.score, **named, "score_curve": [list(point) for point in found.curve], **edge, **more}
 
 
 def _said(folder: Path, found: Searched) -> Iterator[str]:
     coef = getattr(found.config, "coef", None)
     edge = f", at the {found.edge} coefficient of those tried: --widen or --grid tries more" if found.edge else ""
-    yield f"score: {folder}, {found.score:.6g}{edge}"
+    yield from (tuned_text(own, f"score {own.score:.6g}") for own in found.tuned)
+    yield f"score: {folder}{chosen_text(found.tuned)}, {found.score:.6g}{edge}"
     facts: dict[str, Any] = {"folder": folder, "coef": coef, "score": found.score, "curve": found.curve}
+    facts |= {"options": chosen_of(found.tuned)} if found.tuned else {}
     if found.trials:
         best, _ = best_of(found.trials)
         facts |= best
         text, trials = numbers_text(best), len(found.trials) - 1
         yield f"best of {trials} trials: {text}; the first ones score {found.trials[0][1]:.6g}"
     outcome.add("searched", facts)
-    values = sorted(score for _, score in found.curve)
-    if len(values) > 1 and not merge.exceeds(values[-1], values[0]):
-        yield (
-            f"note: all {len(values)} coefficients have the same score, {values[0]:.6g}: {coef:g} is only the "
-            "smallest; score more rows, or give --coef"
-        )
+    if alike(scores := [score for _, score in found.curve]):
+        same = f"all {len(scores)} coefficients have the same score, {scores[0]:.6g}"
+        yield f"note: {same}: {coef:g} is only the smallest; score more rows, or give --coef"
+    if alike(scores := [own.score for own in found.tuned]):
+        same = f"all {len(scores)} combinations of options have the same score, {scores[0]:.6g}"
+        yield f"note: {same}: {text_of(chosen_of(found.tuned))} is only the first; score more rows, or try other values"
 
 
 def problems_in(asked: Asked) -> Iterator[str]:

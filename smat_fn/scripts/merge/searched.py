@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, replace
-from itertools import product
 from types import NoneType
 from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
-from ... import errors
+from ... import errors, merge, random
 from ...config import MERGERS, MORE_MERGERS, MergerConfig
+from ...merge.around.select import Tuned, best_of, combinations
 from ...merge.around.weights import OVER, ByExpert
 
 Over: TypeAlias = Mapping[str, Sequence[Any]]  # values to try by option
@@ -109,14 +109,60 @@ def _name(word: str) -> str:
     return word.partition("=")[0].removeprefix("--").replace("-", "_")
 
 
-def combinations(over: Over) -> list[dict[str, Any]]:
-    """Every combination of values, those of the last option first; one without options where there are none."""
-    return [dict(zip(over, values, strict=True)) for values in product(*over.values())]
-
-
 def combined(config: MergerConfig, over: Over) -> list[MergerConfig]:
     """The merger with every combination of values."""
     return [replace(config, **own) for own in combinations(over)]
+
+
+def value_problems(config: MergerConfig, over: Over, names: Sequence[str]) -> list[str]:
+    """Errors for combinations of options that a merger cannot have. Args: names: of the experts."""
+    problems = list[str]()
+    for one in combined(config, over):
+        coef = 0.0 if getattr(one, "coef", 0.0) is None else None
+        found = errors.problems_of(merge.check_options, one, names, key=random.key(0), coef=coef)
+        problems += [f"{FLAG}: {text}" for text in found]
+    return list(dict.fromkeys(problems))
+
+
+def alike(scores: Sequence[float]) -> bool:
+    """Whether there are several scores and none exceeds another."""
+    return len(scores) > 1 and not merge.exceeds(max(scores), min(scores))
+
+
+def chosen_of(tuned: Sequence[Tuned]) -> dict[str, Any]:
+    """The options of the best score: the first of equal ones; empty where a search tried none."""
+    return best_of([(own.options, own.score) for own in tuned])[0] if tuned else {}
+
+
+def edges_of(tuned: Sequence[Tuned]) -> dict[str, str]:
+    """The options whose chosen number is the "smallest" or the "largest" of those tried."""
+    chosen = chosen_of(tuned)
+    tried = {name: {own.options[name] for own in tuned} for name in chosen}
+    numbers = {name: value for name, value in chosen.items() if type(value) in (int, float)}
+    edges = {name: merge.grid_edge(value, sorted(tried[name])) for name, value in numbers.items()}
+    return {name: edge for name, edge in edges.items() if edge}
+
+
+def chosen_text(tuned: Sequence[Tuned]) -> str:
+    """The chosen options, each after a comma, such as ", ratio 0.2 (smallest of those tried), least 2"."""
+    edges = {name: f" ({edge} of those tried)" for name, edge in edges_of(tuned).items()}
+    return "".join(f", {name} {value}{edges.get(name, '')}" for name, value in chosen_of(tuned).items())
+
+
+def tuned_text(own: Tuned, score: str) -> str:
+    """A line on a combination, with its best coefficient where one was searched. Args: score: its text."""
+    edge = merge.grid_edge(own.coef, [coef for coef, _ in own.curve]) if own.coef is not None else ""
+    chosen = f" coef {own.coef:g}{f' ({edge} of those tried)' if edge else ''}," if own.curve else ""
+    return f"{text_of(own.options)}:{chosen} {score}"
+
+
+def facts_of_options(tuned: Sequence[Tuned], start: str) -> dict[str, Any]:
+    """The options of a search for a manifest: every combination, and numbers at an edge. Args: start: of the names."""
+    every = [
+        {"options": own.options, "coef": own.coef, start: own.score, "curve": [list(point) for point in own.curve]}
+        for own in tuned
+    ]
+    return {f"{start}_options": every, f"{start}_option_edges": edges_of(tuned)} if every else {}
 
 
 def numbers_text(numbers: Mapping[str, Mapping[str, float]]) -> str:
