@@ -436,11 +436,19 @@ MUTANTS = [
         ("abs(cos) > _PARALLEL", "cos > _PARALLEL"),
     ),
     *_of(
-        "merge/model_stock.py",
+        "merge/model_stock.py:ratio_of",
         ("1 + (count - 1) * cos", "1 + count * cos"),
         ("max(cos, 0.0) if clamp else cos", "cos"),
         ("return count * cos / below", "return cos / below"),
     ),
+    *_of(
+        "merge/model_stock.py:ratios_of",
+        ("1 + (count - 1) * cos", "1 + count * cos"),
+        ("cos.clamp(min=0) if clamp else cos", "cos"),
+        (".clamp_(-1, 1)", ""),
+    ),
+    *_of("merge/multislerp.py:_weights", ("plain_sum(numbers) if normalize else 1.0", "plain_sum(numbers)")),
+    *_of("merge/parts/arithmetic.py:plain_sum", ("reduce(operator.add, numbers, 0.0)", "math.fsum(numbers)")),
     *_of("merge/magmax.py", ("high >= -low", "high > -low"), ("high >= -low", "high >= low")),
     *_of(
         "merge/breadcrumbs.py",
