@@ -2,8 +2,9 @@
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,14 @@ from torch import Tensor, nn
 from .methods import instead
 
 _METRICS = "_metrics", "_stored_metrics"  # of TRL's trainers: lists of numbers by name
-_COUNTERS = int, float, Tensor, type(None)  # types of the attributes that a trainer counts in
+_NUMBERS = bool, int, float
+_FEW = 4096  # values of a tensor that a trainer may count in, as an average of losses; of more, each call's would stay
+# generators that a trainer may have of its own, and the methods that set and give their state
+_GENERATORS = {
+    random.Random: ("setstate", "getstate"),
+    np.random.RandomState: ("set_state", "get_state"),
+    torch.Generator: ("set_state", "get_state"),
+}
 _States = list[tuple[Callable[[Any], Any], Any]]  # of random generators, each with the function that sets it
 
 
@@ -22,18 +30,20 @@ class _Call(NamedTuple):
 
     Attributes:
         inputs: the batch among its arguments.
+        again: a copy of it, since a training_step may add to it, and take from it.
         reduced: whether its gradient is averaged over processes.
         complete: whether it is the last one of the step.
-        numbers: the trainer's attributes that are numbers.
-        prepared: what ``_prepare_inputs`` made of ``inputs``, and the random states after it.
+        numbers: the trainer's attributes that are numbers, or tensors of a few.
+        prepared: copies of what ``_prepare_inputs`` made of ``inputs``, and the random states after it.
     """
 
     args: tuple[Any, ...]
     options: dict[str, Any]
     inputs: Any
+    again: Any
     reduced: bool
     complete: bool
-    numbers: dict[str, int | float]
+    numbers: dict[str, int | float | Tensor]
     states: _States
     prepared: list[tuple[Any, _States]]
 
@@ -54,22 +64,24 @@ class Passes:
     def first(self, model: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Iterator[None]:
         """Around a call, which is kept if it does not fail."""
         trainer = self._trainer
-        prepare, numbers = trainer._prepare_inputs, {n: v for n, v in vars(trainer).items() if type(v) in (int, float)}
+        prepare, inputs = trainer._prepare_inputs, args[1] if len(args) > 1 else options.get("inputs")
+        again = copy.copy(inputs)
         call = _Call(
-            args,
-            options,
-            inputs=args[1] if len(args) > 1 else options.get("inputs"),
+            (args[0], again, *args[2:]) if len(args) > 1 else args,
+            options if len(args) > 1 else options | {"inputs": again},
+            inputs=inputs,
+            again=again,
             reduced=getattr(model, "require_backward_grad_sync", True),  # False in DDP's no_sync
             complete=trainer.accelerator.sync_gradients,
-            numbers=numbers,
+            numbers={name: v for name, v in vars(trainer).items() if type(v) in _NUMBERS or _is_small(v)},
             states=self._states(),
             prepared=[],
         )
 
         def prepared(batch: Any) -> Any:
             made = prepare(batch)
-            if batch is call.inputs:  # not that of an evaluation; losses add to the dict, and take from it
-                call.prepared.append((copy.copy(made), self._states()))
+            if batch is call.inputs:  # not that of an evaluation; losses change the dict, and tensors in it
+                call.prepared.append((_copied(made), self._states()))
             return made
 
         with instead(trainer, "_prepare_inputs", prepared):
@@ -80,14 +92,15 @@ class Passes:
         """All calls once more; counters, metrics and random states are what they were afterwards."""
         trainer, calls, states = self._trainer, self._calls, self._states()
         prepare, accelerator = trainer._prepare_inputs, trainer.accelerator
-        before = {name: v for name, v in vars(trainer).items() if type(v) in _COUNTERS or name in _METRICS}
+        kept = *_NUMBERS, Tensor, type(None)
+        before = {name: v for name, v in vars(trainer).items() if type(v) in kept or name in _METRICS}
         self._calls = []
         vars(trainer).update({name: copy.deepcopy(before[name]) for name in _METRICS if name in before})
         try:
             for call in calls:
 
                 def prepared(batch: Any, call: _Call = call) -> Any:
-                    if batch is not call.inputs or not call.prepared:
+                    if batch is not call.again or not call.prepared:
                         return prepare(batch)
                     made, after = call.prepared.pop(0)
                     _set(after)
@@ -111,7 +124,31 @@ class Passes:
         for device in self._devices:
             every = "_all" if hasattr(device, "get_rng_state_all") else ""
             found.append((getattr(device, f"set_rng_state{every}"), getattr(device, f"get_rng_state{every}")()))
+        for own in vars(self._trainer).values():
+            if isinstance(own, np.random.Generator):
+                found.append((partial(setattr, own.bit_generator, "state"), own.bit_generator.state))
+            elif (kind := next((kind for kind in _GENERATORS if isinstance(own, kind)), None)) is not None:
+                restore, state = _GENERATORS[kind]
+                found.append((getattr(own, restore), getattr(own, state)()))
         return found
+
+
+def _is_small(value: Any) -> bool:
+    return type(value) is Tensor and value.numel() <= _FEW and not value.requires_grad
+
+
+def _copied(batch: Any) -> Any:
+    """A copy of a batch and of the tensors in it."""
+    if isinstance(batch, Tensor):
+        return batch.clone()
+    if type(batch) in (list, tuple):
+        return type(batch)(map(_copied, batch))
+    if not isinstance(batch, MutableMapping):
+        return batch
+    made = copy.copy(batch)  # deepcopy would copy whole storages of views, and images
+    for name, value in batch.items():
+        made[name] = _copied(value)
+    return made
 
 
 def _set(states: _States) -> None:

@@ -3,8 +3,10 @@
 import contextlib
 import json
 import logging
+import random
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -399,6 +401,68 @@ def test_random_numbers_are_the_same_in_both_passes_and_go_on_as_in_plain_traini
         ends.append((copies(trainer.model), torch.rand(3)))
     assert same(trainer.model, ends[0][0])
     assert torch.equal(ends[0][1], ends[1][1])
+
+
+class Consuming(transformers.Trainer):
+    """Takes entries out of its batch, before and in the loss, and changes tensors in place."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        self.factor = inputs.pop("factor", 1.0)
+        inputs["labels"].add_(1).remainder_(32)
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        inputs["input_ids"].add_(1).remainder_(32)
+        (weight,) = inputs.pop("nested")["weights"]
+        loss = super().compute_loss(model, inputs) * self.factor * weight.add_(1.0)
+        return loss * 2.0 if "names" in inputs and inputs.pop("names") == ["a"] else loss
+
+
+def encoded(rows):
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    batch |= {"factor": 3.0, "nested": {"weights": (torch.ones(()),)}, "names": ["a"]}
+    return transformers.BatchEncoding(batch)
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_a_batch_that_is_changed_by_the_first_pass_is_as_before_in_the_second(micro, tmp_path):
+    """With a climb of length 0 all steps are those of plain training."""
+    more = {"data_collator": encoded, "train_dataset": rows(4 * STEPS)}
+    options = {"kind": Consuming, "more": more, "remove_unused_columns": False, "optim": "sgd"}
+    options |= {"batch": 4 // micro, "gradient_accumulation_steps": micro}
+    _, twice = train(tmp_path, hyper=ASAM | {"rho": 0.0}, **options)
+    _, once = train(tmp_path, hyper=ASAM | {"climb": None, "rho": None}, **options)
+    assert_steps(twice.seen, once.seen)
+
+
+class Mixing(transformers.Trainer):
+    """A loss that depends on generators of its own, on a flag, and on an average of losses."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.numpy, self.old, self.python = np.random.default_rng(1), np.random.RandomState(1), random.Random(1)
+        self.torch, self.first, self.average = torch.Generator().manual_seed(1), True, torch.ones(())
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        shift = torch.randint(0, 32, (), generator=self.torch) + self.python.randrange(32)
+        inputs["labels"] = (inputs["labels"] + shift) % 32
+        loss = super().compute_loss(model, inputs) * float(self.numpy.random() + self.old.random_sample())
+        self.average = 0.5 * self.average + loss.detach()
+        if self.first:
+            loss, self.first = 2.0 * loss, False
+        return loss * self.average
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_generators_flags_and_averages_of_a_trainer_are_the_same_in_both_passes(micro, tmp_path):
+    """With a climb of length 0 all steps are those of plain training."""
+    options = {"kind": Mixing, "optim": "sgd", "batch": 4 // micro, "gradient_accumulation_steps": micro}
+    twice, ours = train(tmp_path, hyper=ASAM | {"rho": 0.0}, **options)
+    once, plain = train(tmp_path, hyper=ASAM | {"climb": None, "rho": None}, **options)
+    assert_steps(ours.seen, plain.seen)
+    assert torch.equal(twice.average, once.average)
+    assert not (twice.first or once.first)
+    assert twice.numpy.random() == once.numpy.random()
 
 
 @pytest.mark.parametrize("skipped", [(2,), (3,), (3, 4)])
