@@ -321,6 +321,15 @@ def finished(trainer: Any, step: int) -> str:
     )
 
 
+def changed_between(trainer: Any, step: int) -> str:
+    """The error for gradients that a second pass would not have."""
+    return (
+        f"gradients were changed between two micro-batches of step {step} (by a callback, or by a backward pass around "
+        f"training_step of {type(trainer).__name__}), which the second pass of climb 'asam' does not repeat: do it in "
+        "compute_loss or in the class's training_step, or before the update, in on_pre_optimizer_step"
+    )
+
+
 def trainer_problems(trainer: Any, leaves: Mapping[str, nn.Parameter]) -> list[str]:
     """Errors for no parameters, weights that are not whole in this process, and updates inside the backward pass."""
     problems = [] if leaves else ["the trainer's model has no trainable parameter"]

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from . import checks
 from .methods import instead
 
 _METRICS = "_metrics", "_stored_metrics"  # of TRL's trainers: lists of numbers by name
@@ -57,13 +58,19 @@ class Passes:
     def __init__(self, trainer: Any, step: int) -> None:
         self.step = step
         self._trainer, self._calls = trainer, list[_Call]()
+        self._summed = list[tuple[int, int]]()  # the gradients after the last call
         kinds = {p.device.type for p in trainer.model.parameters()} - {"cpu", "meta"}
         self._devices = [torch.get_device_module(kind) for kind in sorted(kinds)]
 
     @contextmanager
     def first(self, model: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Iterator[None]:
-        """Around a call, which is kept if it does not fail."""
+        """Around a call, which is kept if it does not fail.
+
+        Raises: ValueError for gradients that were changed since the call before: the second pass would not do it.
+        """
         trainer = self._trainer
+        if self._calls and self._gradients() != self._summed:
+            raise ValueError(checks.changed_between(trainer, self.step))
         prepare, inputs = trainer._prepare_inputs, args[1] if len(args) > 1 else options.get("inputs")
         again = copy.copy(inputs)
         call = _Call(
@@ -87,6 +94,7 @@ class Passes:
         with instead(trainer, "_prepare_inputs", prepared):
             yield
         self._calls.append(call)
+        self._summed = self._gradients()
 
     def second(self, model: nn.Module, training_step: Callable[..., Any]) -> None:
         """All calls once more; counters, metrics and random states are what they were afterwards."""
@@ -117,6 +125,10 @@ class Passes:
         finally:
             vars(trainer).update(before)
             _set(states)
+
+    def _gradients(self) -> list[tuple[int, int]]:
+        grads = (p.grad for p in self._trainer.model.parameters())
+        return [(grad.data_ptr(), grad._version) for grad in grads if grad is not None]
 
     def _states(self) -> _States:
         found: _States = [(random.setstate, random.getstate()), (np.random.set_state, np.random.get_state())]
