@@ -97,7 +97,7 @@ class Passes:
         self._summed = self._gradients()
 
     def second(self, model: nn.Module, training_step: Callable[..., Any]) -> None:
-        """All calls once more; counters, metrics and random states are what they were afterwards."""
+        """All calls once more, without a log; counters, metrics and random states are what they were afterwards."""
         trainer, calls, states = self._trainer, self._calls, self._states()
         prepare, accelerator = trainer._prepare_inputs, trainer.accelerator
         kept = *_NUMBERS, Tensor, type(None)
@@ -119,6 +119,7 @@ class Passes:
                 accelerator.sync_gradients = call.complete
                 with ExitStack() as inside:
                     inside.enter_context(instead(trainer, "_prepare_inputs", prepared))
+                    inside.enter_context(instead(trainer, "log", lambda *args, **options: None))
                     if not call.reduced:  # as the Trainer, to send gradients once
                         inside.enter_context(accelerator.no_sync(model))
                     training_step(*call.args, **call.options)

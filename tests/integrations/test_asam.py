@@ -188,7 +188,7 @@ def test_a_run_that_resumes_is_the_run_that_was_not_interrupted(tmp_path):
 
 
 class Online(transformers.Trainer):
-    """Generates a batch from random numbers every second time, counts and keeps metrics, as GRPO does."""
+    """Generates a batch from random numbers every second time, counts, logs and keeps metrics, as GRPO does."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -214,6 +214,7 @@ class Online(transformers.Trainer):
         if model.training:
             self.total = loss.detach() + (0 if self.total is None else self.total)
             self._metrics["train"].append(loss.item())
+            self.log({"own": loss.item()})
             self.last.append(self.accelerator.sync_gradients)
         return loss
 
@@ -236,8 +237,10 @@ def test_a_batch_is_prepared_once_and_counters_and_metrics_are_those_of_the_firs
         assert (own.calls, len(own.prepared), len(own._metrics["train"])) == (2 * STEPS, 2 * STEPS, 2 * STEPS)
     assert twice._metrics == once._metrics
     assert torch.equal(twice.total, once.total)
-    losses = [[line["loss"] for line in own.state.log_history if "loss" in line] for own in (twice, once)]
-    assert losses[0] == losses[1]
+    for name, count in (("loss", STEPS), ("own", 2 * STEPS)):
+        logged = [[line[name] for line in own.state.log_history if name in line] for own in (twice, once)]
+        assert logged[0] == logged[1]
+        assert len(logged[0]) == count
 
 
 def test_batches_are_prepared_at_theta_and_the_logged_loss_is_that_at_theta(tmp_path):
