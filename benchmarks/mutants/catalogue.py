@@ -209,7 +209,7 @@ MUTANTS = [
         ("again = copy.copy(inputs)", "again = inputs"),
         ("made[name] = _copied(value)", "made[name] = value"),
         (" or _is_small(v)}", "}"),
-        ("in vars(self._trainer).values():", "in ():"),
+        ("in vars(self._trainer).values()", "in ()"),
         ("if self._calls and self._gradients() != self._summed:", "if False:"),
         ("lambda *args, **options: None", "trainer.log"),
     ),

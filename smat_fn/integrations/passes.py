@@ -16,13 +16,18 @@ from .methods import instead
 
 _METRICS = "_metrics", "_stored_metrics"  # of TRL's trainers: lists of numbers by name
 _NUMBERS = bool, int, float
-_FEW = 4096  # values of a tensor that a trainer may count in, as an average of losses; of more, each call's would stay
-# generators that a trainer may have of its own, and the methods that set and give their state
-_GENERATORS = {
-    random.Random: ("setstate", "getstate"),
-    np.random.RandomState: ("set_state", "get_state"),
-    torch.Generator: ("set_state", "get_state"),
-}
+_FEW = 4096  # values of a tensor that a trainer may count in, as an average of losses; logits would stay for a step
+# generators that a trainer may have of its own, and how their state is read and set
+_GENERATORS: tuple[tuple[type, Callable[[Any], Any], Callable[[Any, Any], Any]], ...] = (
+    (random.Random, random.Random.getstate, random.Random.setstate),
+    (np.random.RandomState, np.random.RandomState.get_state, np.random.RandomState.set_state),
+    (
+        np.random.Generator,
+        lambda own: own.bit_generator.state,
+        lambda own, new: setattr(own.bit_generator, "state", new),
+    ),
+    (torch.Generator, torch.Generator.get_state, torch.Generator.set_state),
+)
 _States = list[tuple[Callable[[Any], Any], Any]]  # of random generators, each with the function that sets it
 
 
@@ -137,13 +142,8 @@ class Passes:
         for device in self._devices:
             every = "_all" if hasattr(device, "get_rng_state_all") else ""
             found.append((getattr(device, f"set_rng_state{every}"), getattr(device, f"get_rng_state{every}")()))
-        for own in vars(self._trainer).values():
-            if isinstance(own, np.random.Generator):
-                found.append((partial(setattr, own.bit_generator, "state"), own.bit_generator.state))
-            elif (kind := next((kind for kind in _GENERATORS if isinstance(own, kind)), None)) is not None:
-                restore, state = _GENERATORS[kind]
-                found.append((getattr(own, restore), getattr(own, state)()))
-        return found
+        owned = ((own, *one) for own in vars(self._trainer).values() for one in _GENERATORS if type(own) is one[0])
+        return found + [(partial(put, own), read(own)) for own, _, read, put in owned]
 
 
 def _is_small(value: Any) -> bool:
