@@ -18,7 +18,7 @@ from benchmarks.study.trial import Trial
 from benchmarks.study.trials import Outcome, rows_of, run_trials
 from smat_fn import machine
 from smat_fn.checkpoint import write_text
-from smat_fn.config import DIGITS, L2sp, MergerConfig, MethodConfig, Mixout, Msam, Training, TsvMerge, settings
+from smat_fn.config import DIGITS, L2sp, MergerConfig, MethodConfig, Mixout, Msam, Talos, Training, TsvMerge, settings
 from smat_fn.evaluate.statistics import paired
 
 from .methods import complete_seeds, replaced, say
@@ -50,7 +50,8 @@ class Candidate(NamedTuple):
     @property
     def passes(self) -> int:
         """Forward and backward passes of an expert."""
-        return self.training.length * (2 if self.method.name == "asam" else 1)
+        second = getattr(self.method, "calibration", 0)  # steps of TaLoS that have two
+        return self.training.length * (2 if self.method.name == "asam" else 1) + second
 
 
 def candidates(rates: Iterable[float]) -> list[Candidate]:
@@ -72,6 +73,7 @@ def candidates(rates: Iterable[float]) -> list[Candidate]:
            replaced(smat, alpha_depth=(low, high))) for low, high in ((0.5, 1.5), (1.5, 0.5))),
         ("SMAT, antithetic", "SMAT, antithetic draws", replaced(smat, antithetic=True)),
         *(("L2-SP", f"L2-SP, pull {pull:g}", L2sp(pull=pull)) for pull in (0.1, 1.0)),
+        *(("TaLoS", f"TaLoS, sparsity {s:g}", Talos(sparsity=s, calibration=20)) for s in (0.5, 0.75, 0.9)),
         *(("Mixout", f"Mixout, p {p:g}", Mixout(drop_prob=p)) for p in (0.3, 0.7)),
         *(("SMAT climbing in both", f"SMAT climbing in both, rho {rho:g}", replaced(smat, climb="both", rho=rho))
           for rho in radii),

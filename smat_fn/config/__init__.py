@@ -17,6 +17,7 @@ from ..mat.mixout import Mixout
 from ..mat.msam import Msam
 from ..mat.orthoreg import Orthoreg
 from ..mat.smat import Smat
+from ..mat.talos import Talos
 from ..merge import MERGERS, MORE_MERGERS
 from ..merge import Merger as MergerConfig
 from ..merge.arcee_fusion import ArceeFusion
@@ -61,7 +62,7 @@ __all__ = [
     "ArceeFusion", "Asam", "Breadcrumbs", "Cart", "Consensus", "Dare", "DareTies", "DcMerge", "Della", "Dev", "Emr",
     "Finetune", "Fisher", "IsoC", "IsoCts", "Karcher", "L2sp", "MagMax", "MergerConfig", "Mergopt", "MetaGpt",
     "MethodConfig", "Mixout", "ModelStock", "Msam", "MultiSlerp", "NearSwap", "NuSlerp", "Opcm", "Orthoreg",
-    "PaperMerger", "Pcb", "Preset", "Ram", "RegMean", "Sce", "Semantics", "Slerp", "Smat", "Svc", "TallMask",
+    "PaperMerger", "Pcb", "Preset", "Ram", "RegMean", "Sce", "Semantics", "Slerp", "Smat", "Svc", "TallMask", "Talos",
     "TaskArithmetic", "Ties", "Training", "TsvMerge", "WeightAverage", "WeightedAverage", "WiseFt", "Wudi",
     "preset_of", "resolve", "settings", "with_semantics",
 ]  # fmt: skip

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from ..types import Method
-from . import asam, finetune, l2sp, mergopt, mixout, msam, orthoreg, smat
+from . import asam, finetune, l2sp, mergopt, mixout, msam, orthoreg, smat, talos
 from .asam import Asam
 from .finetune import Finetune
 from .l2sp import L2sp
@@ -18,13 +18,14 @@ from .mixout import Mixout
 from .msam import Msam
 from .orthoreg import Orthoreg
 from .smat import Smat
+from .talos import Talos
 
-MethodConfig: TypeAlias = Finetune | Smat | Asam | Mergopt | Orthoreg | Msam | L2sp | Mixout
+MethodConfig: TypeAlias = Finetune | Smat | Asam | Mergopt | Orthoreg | Msam | L2sp | Mixout | Talos
 METHODS: tuple[type[MethodConfig], ...] = Finetune, Smat, Asam, Mergopt, Orthoreg  # the paper's
 # no preset holds values of theirs: those of ``build`` count
-MORE_METHODS: tuple[type[MethodConfig], ...] = Msam, L2sp, Mixout
+MORE_METHODS: tuple[type[MethodConfig], ...] = Msam, L2sp, Mixout, Talos
 
-__all__ = ["asam", "finetune", "l2sp", "mergopt", "mixout", "msam", "orthoreg", "smat"]
+__all__ = ["asam", "finetune", "l2sp", "mergopt", "mixout", "msam", "orthoreg", "smat", "talos"]
 
 
 def build_of(method: MethodConfig) -> Callable[..., Method]:

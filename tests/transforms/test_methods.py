@@ -34,6 +34,7 @@ HYPER = {
     "msam": {"rho": 0.1},
     "mergopt": {"b": 0.01},
     "orthoreg": {"lambda_reg": 0.01},
+    "talos": {"sparsity": 0.5, "rounds": 1, "calibration": 1},
 }
 RUNS = {name: (name, HYPER.get(name, {})) for name in smat_fn.mat.__all__}
 RUNS |= {
