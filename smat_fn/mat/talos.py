@@ -110,8 +110,7 @@ def build(
         measures = state.step < calibration if sparsity else False
         scores = state.scores
         if isinstance(measures, Tensor) or measures:
-            found = _measured(at, state, batch, left)
-            scores = tree.tree_map(lambda old, new: torch.where(torch.as_tensor(measures), new, old), scores, found)
+            scores = _chosen(measures, _measured(at, state, batch, left), scores)
         before = tree.clone(state.params) if donate else state.params
         plain, norm = step.apply(optimizer, step.State(*state[:3]), grads, max_grad_norm=max_grad_norm, donate=donate)
 
@@ -143,7 +142,14 @@ def _measured(at: Gradient, state: State, batch: Batch, left: Counts) -> Params:
         return _frozen(scores, left[done]) if done in left else scores
     count = torch.stack([torch.where(done == end, own, 0) for end, own in left.items()]).sum(0)
     ended = _frozen(scores, count.clamp(min=1))
-    return tree.tree_map(lambda old, new: torch.where(count > 0, new, old), scores, ended)
+    return _chosen(count > 0, ended, scores)
+
+
+def _chosen(first: bool | Tensor, one: Params, other: Params) -> Params:
+    """One tree or the other."""
+    if isinstance(first, Tensor):
+        return tree.tree_map(lambda a, b: torch.where(first, a, b), one, other)
+    return one if first else other
 
 
 def _frozen(scores: Params, count: int | Tensor) -> Params:
