@@ -12,7 +12,7 @@ from ...config import MethodConfig
 from ...mat.offload.storage import Host, held
 from ...types import Offload
 
-STRUCTURE_ALONE = "ft", "asam", "mergopt", "msam"  # methods that read shapes and dtypes of base, not its values
+STRUCTURE_ALONE = "ft", "asam", "mergopt", "msam", "talos"  # methods that read base's shapes and dtypes, not its values
 
 
 def reset_process_peak() -> bool:
