@@ -20,7 +20,7 @@ from smat_fn import checkpoint, draw, execution, lora, optim, parallel, random, 
 from smat_fn.config import Finetune, Smat, Training
 from smat_fn.data.batching import split_rows
 from smat_fn.grad import ModuleLoss, value_and_grad, with_master_weights
-from smat_fn.mat import asam, finetune, l2sp, mergopt, msam, orthoreg, smat
+from smat_fn.mat import asam, finetune, l2sp, mergopt, msam, orthoreg, smat, talos
 from smat_fn.mat.weights import SimulatedWeights
 from smat_fn.parallel import World, replicas
 from smat_fn.scripts.train import resuming
@@ -56,7 +56,7 @@ def batch(step, rows=6):
 
 
 METHODS = {"ft": finetune, "asam": asam, "mergopt": mergopt, "orthoreg": orthoreg, "msam": msam, "l2sp": l2sp}
-TRAINED = (*METHODS, "smat", "adapters")
+TRAINED = (*METHODS, "talos", "smat", "adapters")
 ADAPTERS = lora.Lora(("0.weight", "2.weight"), rank=2)
 
 
@@ -66,6 +66,9 @@ def method(name, loss_fn, base, around):
         return smat.build(around(loss_fn), optim.adam(1e-2), base, period=2, **STRENGTHS, **options)
     if name == "adapters":
         return lora.build(loss_fn, optim.adam(1e-2), base, ADAPTERS, around=around, period=2, **STRENGTHS, **options)
+    if name == "talos":
+        options |= {"sparsity": 0.5, "rounds": 2, "calibration": 2}
+        return talos.build(around(loss_fn), optim.adam(1e-2), base, **options)
     return METHODS[name].build(around(loss_fn), optim.adam(1e-2), base, **options)
 
 
