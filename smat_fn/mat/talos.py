@@ -65,8 +65,8 @@ def build(
 
     As the released code of its source, but: F is the square of the gradient of a batch's mean loss with the labels of
     the data, where the source squares the gradient of each row of a held-out set with a label drawn from the model,
-    since a method sees losses and neither rows nor predictions; all trained leaves take part, where the source leaves
-    out embeddings.
+    since a method sees losses and neither rows nor predictions; all trained leaves take part, where the source freezes
+    the embeddings of text models.
 
     Two passes in steps of calibration, else one. One buffer in the state, float32; a donating step keeps a copy of
     params, calibration the weights ``theta (.) s``, and the end of a round sorts all F at once. Inside vmap and
