@@ -225,6 +225,14 @@ MUTANTS = [
         ("take(own, range(min(rows, size(own))))", "own"),
     ),
     *_of(
+        "mat/talos.py",
+        ("SHRUNK * theta.detach()", "theta.detach()"),
+        ("score + grad.detach().float().square()", "grad.detach().float().square()"),
+        ("(score < 0) | (score > limit.to(score.device))", "(score < 0) | (score >= limit.to(score.device))"),
+        ("(score < 0) | measures", "score < 0"),
+        ("** (r / rounds)", "* (r / rounds)"),
+    ),
+    *_of(
         "mat/step.py",
         ("divide(s, whole)", "divide(s, len(weights))"),
         ("leaf: leaf * weight)(wide)", "leaf: leaf)(wide)"),
