@@ -1,5 +1,6 @@
 """SCE: select the coordinates that vary most, weigh experts by their squares, erase minority signs."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +37,7 @@ def sce(
     Of a leaf ⌊density · v⌋ coordinates stay, those whose variance over the experts is largest, equal ones by position;
     v is the number of variances above 0, and the product is rounded to float32, as in mergekit. a_i is 1 where Δ_i has
     the sign of Σ_i Δ_i, where 0 counts as +, else 0. ``w_i`` is the mean of Δ_i² over the leaf, what does not stay
-    counting as 0, divided by the sum of these means; or 1/N where that sum is below ``floor``.
+    counting as 0, divided by the sum of these means; or 1/N where that sum is below ``floor`` or not finite.
 
     Args:
         base: tree that the experts were trained from.
@@ -107,7 +108,9 @@ def shares_of(norms: Sequence[float], size: int, floor: float) -> list[float]:
     """w of every expert, from the squared norms of a leaf's task vectors."""
     means = [norm / max(size, 1) for norm in norms]
     total = plain_sum(means)
-    return [mean / total for mean in means] if total and total >= floor else [1 / len(means)] * len(means)
+    if not (total and total >= floor and math.isfinite(total)):  # values that are not finite are named when written
+        return [1 / len(means)] * len(means)
+    return [mean / total for mean in means]
 
 
 def erased(deltas: Sequence[Tensor], shares: Sequence[float]) -> Tensor:

@@ -301,6 +301,18 @@ def test_values_that_are_not_finite_are_refused_as_by_torch(name, folders, tmp_p
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["loops", "torch"])
+@pytest.mark.parametrize("density", [0.3, 1.0])
+def test_an_infinite_value_is_named_though_the_weights_of_sce_depend_on_it(density, plain, folders, tmp_path):
+    """In the last chunk of its parameter: the chunks before it are merged first, with these weights."""
+    base, experts = trees(DTYPES["bfloat16"], None)
+    experts["z"]["large"].view(-1)[-1] = float("inf")
+    paths = folders.save_family(tmp_path, base, experts)
+    told = "^parameter 'large' of expert 'z' holds 1 values that are NaN or infinite$"
+    with pytest.raises(ValueError, match=told), execution.off() if plain else nullcontext():
+        merge_folders(Sce(density=density), *paths, tmp_path / "out", chunk=4096)
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["loops", "torch"])
 @pytest.mark.parametrize(("coef", "out_dtype"), [(1.133, "bfloat16"), (2.0, "float32")])
 @pytest.mark.parametrize("kind", [TaskArithmetic, partial(Ties, keep=1.0, aggregate="sum", scope="tensor")])
 def test_merged_values_beyond_the_output_are_refused(kind, coef, out_dtype, plain, folders, tmp_path):
