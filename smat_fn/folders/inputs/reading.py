@@ -465,7 +465,10 @@ def foreign(path: Path, only: str = "*") -> str:
         alone = f"weights under the name {found[0]}: give this file" + (
             f", or rename it to {WEIGHTS} to merge it with its config.json" if "config.json" in names else ""
         )
-        several = f"{len(found)} files of weights ({found[0]} the first) and no {INDEX}: download that too"
+        several = (
+            f"{len(found)} files of weights ({found[0]} the first) and no {INDEX}: download that too, or give one of "
+            "the files if each is a whole model or adapter"
+        )
         return f"holds {alone if len(found) == 1 else several}"
     return f"holds neither {WEIGHTS} nor {INDEX}: give the folder of a checkpoint"
 
