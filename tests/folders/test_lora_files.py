@@ -406,11 +406,11 @@ def test_what_is_not_a_plain_lora_of_base_is_an_error_by_its_name(kind, tmp_path
         ("[1]", None, r"lora_adapter_metadata in its header is \[1\], must be a JSON object"),
         ({"unet.r": 2, "unet.lora_alpha": 2}, 2, "two scales: remove one of them"),
         ({"unet.r": 3, "unet.lora_alpha": 2}, None, f"'{Q}' has rank 2, its lora_adapter_metadata says 3"),
-        ({"text_encoder.r": 2}, None, "its lora_adapter_metadata has no number r"),
+        ({"text_encoder.r": 2}, None, "its lora_adapter_metadata for unet has no number r"),
         (
             {"unet.r": 2, "unet.lora_alpha": 2, "unet.use_dora": True},
             None,
-            "lora_adapter_metadata sets use_dora to True",
+            "lora_adapter_metadata for unet sets use_dora to True",
         ),
         (
             {"unet.r": 2, "unet.lora_alpha": 2, "unet.init_lora_weights": "pissa"},
@@ -425,6 +425,25 @@ def test_settings_in_the_header_that_cannot_be_followed(header_, alpha, told, tm
     file = saved(tmp_path / "x.safetensors", tensors, lora_adapter_metadata=text)
     with pytest.raises(ValueError, match=told):
         plan(TA, unet(tmp_path / "base"), {"x": file}, tmp_path / "none")
+
+
+def test_a_language_model_whose_names_begin_with_transformer_is_not_a_component(tmp_path):
+    base, found = unet(tmp_path / "base"), factors({Q: UNET[Q]})
+    file = saved(tmp_path / "x.safetensors", named(found, "transformer."))
+    plan(TA, base, {"x": file}, tmp_path / "none")
+    (base / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ValueError, match=f"nothing says at which scale 'transformer.{Q}' is changed: give the folder"):
+        plan(TA, base, {"x": file}, tmp_path / "none")
+    plan(TA, base, {"x": saved(file, named(found, "transformer.", alpha=3))}, tmp_path / "none")
+
+
+def test_a_folder_of_several_files_is_an_error_that_asks_for_one(tmp_path):
+    for name in ("one", "two"):
+        saved(tmp_path / "mine" / f"{name}.safetensors", kohya(factors({Q: UNET[Q]})))
+    with pytest.raises(
+        ValueError, match=r"mine holds 2 files of weights \(one.* the first\) .*, or give one of the files if each is"
+    ):
+        plan(TA, unet(tmp_path / "base"), {"x": tmp_path / "mine"}, tmp_path / "none")
 
 
 def test_rank_stabilised_scales_of_the_header(folders, tmp_path):

@@ -153,7 +153,7 @@ def open_foreign(label: str, file: Path, base: Folder) -> Opened:
     for leaf, own in _targets(label, file, modules, places, base, problems).items():
         name = leaf.removesuffix(_FUSED).removesuffix(".weight")
         with errors.collected(problems):
-            found = {_scale(label, store, module, settings) for module in own.values()}
+            found = {_scale(label, store, module, settings, base) for module in own.values()}
             if len(found) > 1:
                 scale = " and ".join(map(str, sorted(found)))
                 raise ValueError(f"{label}: parts of {leaf!r} have scales {scale}, which is not read here: {_UNREAD}")
@@ -245,15 +245,19 @@ def _settings(label: str, store: Store, modules: Sequence[_Module], problems: li
     for part in dict.fromkeys(module.part for module in modules):
         start = f"{part}." if part else ""
         own = {name.removeprefix(start): value for name, value in found.items() if name.startswith(start)}
-        problems += [text.replace(CONFIG, _METADATA) for text in config_problems(label, own)]
+        problems += [
+            text.replace(CONFIG, f"{_METADATA} for {part}" if part else _METADATA)
+            for text in config_problems(label, own)
+        ]
         known |= {} if no_scales(own) else {part: own}
     return known
 
 
-def _scale(label: str, store: Store, module: _Module, settings: Mapping[str, Mapping[str, Any]]) -> float:
+def _scale(label: str, store: Store, module: _Module, settings: Mapping[str, Mapping[str, Any]], base: Folder) -> float:
     """alpha / rank, else that of the header's settings, else 1.
 
-    Raises: ValueError for an alpha that is 0 or not a finite number, for names of PEFT alone, and as `scale_of`.
+    Raises: ValueError for an alpha that is 0 or not a finite number, for names of PEFT alone, which may begin with
+        "transformer." in a language model, and as `scale_of`.
     """
     rank = len(_like(store, module.held["A"]))
     if name := module.held.get("alpha"):
@@ -263,10 +267,12 @@ def _scale(label: str, store: Store, module: _Module, settings: Mapping[str, Map
             raise ValueError(f"{label}: {name!r} is {alpha.tolist()}, must be a number other than 0: save it again")
         return value / rank
     if module.part not in settings:
-        if not module.part and module.held["A"].endswith(".lora_A.weight"):
+        config = config_of(base.root) if module.part == "transformer" else {}
+        of_text = "model_type" in config and "_class_name" not in config
+        if (of_text or not module.part) and module.held["A"].endswith(".lora_A.weight"):
             raise ValueError(
-                f"{label}: nothing says at which scale {module.name!r} is changed: {_OF_PEFT}, or a file of diffusers, "
-                "whose names begin with the component (unet., transformer.)"
+                f"{label}: nothing says at which scale {module.name!r} is changed: {_OF_PEFT}, or for a model of "
+                "diffusers a file whose names begin with the component (unet., transformer.)"
             )
         return 1.0
     try:
