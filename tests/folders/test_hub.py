@@ -158,6 +158,18 @@ def test_a_repository_without_safetensors_is_downloaded_as_pickles(hub, models, 
     assert bits(tmp_path / "out") == bits(tmp_path / "local")
 
 
+def test_a_repository_of_a_lora_file_alone_is_an_adapter(hub, models, tmp_path):
+    (tmp_path / "lora").mkdir()
+    module = "transformer.model.layers.0"
+    half = {f"{module}.lora_A.weight": torch.ones(2, 9), f"{module}.lora_B.weight": torch.ones(7, 2)}
+    save_file(half, tmp_path / "lora/pytorch_lora_weights.safetensors")
+    (models / "base/config.json").write_text('{"_class_name": "ATransformer"}')
+    hub.add("owner/lora", tmp_path / "lora")
+    merge_folders(TaskArithmetic(coef=1.0), models / "base", {"x": "owner/lora"}, tmp_path / "out")
+    found, start = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", models / "base"))
+    torch.testing.assert_close(found["model.layers.0.weight"], start["model.layers.0.weight"] + 2)
+
+
 def test_a_private_repository_needs_a_token(hub, models, tmp_path, monkeypatch):
     hub.add("owner/secret", models / "one", private=True)
     with pytest.raises(ValueError, match="a private or gated one needs HF_TOKEN"):
