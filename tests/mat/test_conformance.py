@@ -469,10 +469,9 @@ def test_parameters_of_a_module_train_without_a_graph(name, hyper, engine):
     assert_bits(state, want)
 
 
-@few_runs
+# frozen coordinates do not converge: test_talos.py looks at the others
+@pytest.mark.parametrize(("name", "hyper"), [run for run in FEW if run.values[0] != "talos"])
 def test_converges_on_a_convex_quadratic(name, hyper):
-    if "sparsity" in hyper:
-        pytest.skip("frozen coordinates do not converge: tests/mat/test_talos.py looks at the others")
     params = tree.tree_map(lambda leaf: torch.full_like(leaf, -2.0), parameters())
     base = tree.tree_map(lambda leaf: torch.full_like(leaf, 0.5), parameters())
     m = method(name, bowl, optim.adam(optim.cosine(0.2, 60)), base, where=in_block, **hyper)
