@@ -10,7 +10,7 @@ instead: all of a text is trained, and scored by likelihood, in windows (`text.w
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -57,6 +57,7 @@ from .trace_rows import (
     some_of,
     texts_of,
     unlettered,
+    unread_metric,
 )
 from .trace_states import States
 from .trace_tokens import Tokens, is_pair, length
@@ -508,22 +509,6 @@ class Trace(BaseSuite):
         examples = self._tokens.examples(task, split)
         batch = self._tokens.collate([examples[i] for i in rows])
         return batch if self._states is None else {**batch, "states": self._states.of(task, split, rows, batch)}
-
-
-def unread_metric(metric: str | None, plain: Set[str], tasks: Sequence[str]) -> list[str]:
-    """The error for a metric that is given and scores no task, since all are plain texts or have their own."""
-    if metric in (None, "likelihood") or not plain or not plain >= {*tasks} - {*TASKS}:
-        return []
-    return [
-        f"metric {metric} compares answers, and {', '.join(sorted(plain))} are plain texts: leave the metric out, they "
-        "are scored by likelihood"
-    ]
-
-
-def given_metric(suite: Any, options: Mapping[str, Any]) -> list[str]:
-    """`unread_metric` of a metric among options that are given for a suite, even if it is the default."""
-    plain = getattr(suite, "plain", None)
-    return unread_metric(options.get("metric"), plain, suite.tasks) if plain else []
 
 
 def _source(module: str) -> str:

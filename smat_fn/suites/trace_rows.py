@@ -1,7 +1,7 @@
 """Rows of language tasks: read, taken apart, and checked for what their metric compares."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from ..data.rows import Conversation, TextRows, load_conversations, load_rows, take
@@ -100,3 +100,19 @@ def is_letter(task: str, answer: str) -> bool:
 def pairs_of(rows: TextRows) -> list[tuple[str, str]]:
     """Prompt and answer of each row."""
     return list(zip(rows.prompts, rows.answers, strict=True))
+
+
+def unread_metric(metric: str | None, plain: Set[str], tasks: Sequence[str]) -> list[str]:
+    """The error for a metric that is given and scores no task, since all are plain texts or have their own."""
+    if metric in (None, "likelihood") or not plain or not plain >= {*tasks} - {*TASKS}:
+        return []
+    return [
+        f"metric {metric} compares answers, and {', '.join(sorted(plain))} are plain texts: leave the metric out, they "
+        "are scored by likelihood"
+    ]
+
+
+def given_metric(suite: Any, options: Mapping[str, Any]) -> list[str]:
+    """`unread_metric` of a metric among options that are given for a suite, even if it is the default."""
+    plain = getattr(suite, "plain", None)
+    return unread_metric(options.get("metric"), plain, suite.tasks) if plain else []

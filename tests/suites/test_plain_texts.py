@@ -23,7 +23,7 @@ from smat_fn.scripts.train.joint import joint_run
 from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.training import cut_notes, train_run
 from smat_fn.suites import load_suite
-from smat_fn.suites.trace import given_metric
+from smat_fn.suites.trace_rows import given_metric
 
 HERE = Path(__file__).parent
 EXAMPLE = runpy.run_path(str(HERE.parents[1] / "examples/trace_tiny.py"))

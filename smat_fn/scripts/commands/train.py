@@ -132,7 +132,7 @@ def train(args: Train, world: "parallel.World") -> None:
     from smat_fn.scripts.train.resuming import Interrupted, on_signals
     from smat_fn.scripts.train.training import train_run
     from smat_fn.suites import describe_options, load_suite
-    from smat_fn.suites.trace import given_metric
+    from smat_fn.suites.trace_rows import given_metric
 
     torch.set_num_threads(args.process.threads)
     own, tasks, seed = args.data, args.data.tasks, args.process.seed

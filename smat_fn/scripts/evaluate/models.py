@@ -14,7 +14,7 @@ from ...folders.inputs.adapters import is_adapter
 from ...folders.inputs.opening import local_folder
 from ...folders.inputs.reading import open_folder
 from ...suites import Suite, load_suite
-from ...suites.trace import given_metric
+from ...suites.trace_rows import given_metric
 from ..manifests import AGAIN, incomplete, manifest_of, with_tasks_of
 from ..merge.given import named
 from ..merge.suite import made_problems

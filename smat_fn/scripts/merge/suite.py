@@ -8,7 +8,7 @@ from typing import Any
 from ... import checkpoint, errors
 from ...errors import problems_of
 from ...suites import Suite, describe_options, load_suite
-from ...suites.trace import given_metric
+from ...suites.trace_rows import given_metric
 from ..manifests import value_for, with_tasks_of
 from .inputs import Inputs
 from .whole_models import SuitePart, lacking_problems, of_whole_models, own_dtype, suite_part
