@@ -88,12 +88,11 @@ def limit_of(each: Each, size: int, density: float, *, held: bool, by_loops: boo
     if len(sample) == size:
         order, last = ranks.largest(sample, count)
         return Limit(order.bits, last)
-    rank, loops = size - count, execution.loops() if by_loops else None
-    found = None
+    found, loops = None, execution.loops() if by_loops else None
     if loops is not None:
-        found = order_of(lambda counter: each(lambda part: counter(part[None])), rank, size, sample, loops)
+        found = order_of(lambda counter: each(lambda part: counter(part[None])), size - count, size, sample, loops)
     if found is None:
-        found, _ = ranks.select(scan, rank + 1, sample.dtype)
+        found, _ = ranks.select(scan, size - count + 1, sample.dtype)
     wanted = count - (size - found.below - found.equal)  # of the equal ones
     return Limit(found.bits, size - 1 if wanted == found.equal else ranks.position(scan, found.bits, wanted))
 

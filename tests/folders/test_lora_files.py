@@ -1,4 +1,4 @@
-"""LoRA files of diffusers, kohya's scripts and MLX as experts: the same bits as PEFT's adapter of the same factors."""
+"""LoRA files of diffusers, kohya's scripts and MLX as experts: bit-identical to PEFT's adapter of equal factors."""
 
 import json
 import re

@@ -19,7 +19,7 @@ from smat_fn.mat import asam
 from smat_fn.where import block_linear
 
 from .test_attach import Bare, Busy, Halving, Skipping, SkippingSome, Zeroing, copies, mean_loss, own_trainer, same
-from .test_by_hand import Seeded, assert_bit_identical, load
+from .test_by_hand import Seeded, assert_bit_identical, load, scaled_by_hand
 from .test_climbing import ADAMW, OFF, RHO, assert_steps, by_method
 from .test_trainer import (
     CHECKPOINTING,
@@ -139,22 +139,8 @@ def test_a_scaled_gradient_climbs_to_the_same_point_and_one_that_overflows_is_sk
     trainer.accelerator.native_amp, trainer.accelerator.scaler = True, torch.amp.GradScaler("cpu", init_scale=scale)
     attach(trainer, **ASAM)
     trainer.train()
-    module = tiny_llama().train()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=LR, weight_decay=0.0)
-    scaler, tokens = torch.amp.GradScaler("cpu", init_scale=scale), torch.tensor(4 * 7)
-
-    def backward(batch):
-        with torch.autocast("cpu", torch.float16):
-            loss = module(**batch, num_items_in_batch=tokens).loss
-        scaler.scale(loss).backward()
-
-    def step():
-        scaler.step(optimizer)
-        scaler.update()
-
-    wanted = by_hand(
-        module, backward, micro=micro, unscale=lambda: scaler.unscale_(optimizer), step=step, optimizer=optimizer
-    )
+    module, optimizer, scaler, backward, parts = scaled_by_hand(scale)
+    wanted = by_hand(module, backward, micro=micro, optimizer=optimizer, **parts)
     assert_bit_identical(weights.seen, wanted)
     assert trainer.accelerator.scaler.get_scale() == scaler.get_scale() == min(scale, 2.0**18)
     skipped = [torch.equal(own["model.norm.weight"], torch.ones(16)) for own in wanted[:3]]

@@ -52,6 +52,25 @@ def by_hand(module, optimizer, backward, *, micro_batches=1, unscale=lambda: Non
     return seen, norms
 
 
+def scaled_by_hand(scale):
+    """A model in float16 with optimizer and scaler; its backward pass, and the parts of `by_hand` that unscale."""
+    module = tiny_llama().train()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=LR, weight_decay=0.0)
+    scaler, tokens = torch.amp.GradScaler("cpu", init_scale=scale), torch.tensor(4 * 7)
+
+    def backward(batch):
+        with torch.autocast("cpu", torch.float16):
+            loss = module(**batch, num_items_in_batch=tokens).loss
+        scaler.scale(loss).backward()
+
+    def step():
+        scaler.step(optimizer)
+        scaler.update()
+
+    parts = {"unscale": lambda: scaler.unscale_(optimizer), "step": step}
+    return module, optimizer, scaler, backward, parts
+
+
 def assert_bit_identical(found, wanted):
     assert len(found) == len(wanted) == STEPS
     for step, (seen, want) in enumerate(zip(found, wanted, strict=True)):
@@ -79,23 +98,8 @@ def test_loss_scaling_of_float16_is_that_of_a_loop_by_hand(scale, micro_batches,
     attach(trainer, key=KEY, climb=climb, **STRENGTHS)
     trainer.train()
 
-    module = tiny_llama().train()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=LR, weight_decay=0.0)
-    scaler, tokens = torch.amp.GradScaler("cpu", init_scale=scale), torch.tensor(4 * 7)
-
-    def backward(batch):
-        with torch.autocast("cpu", torch.float16):
-            loss = module(**batch, num_items_in_batch=tokens).loss
-        scaler.scale(loss).backward()
-
-    def step():
-        scaler.step(optimizer)
-        scaler.update()
-
-    wanted, norms = by_hand(
-        module, optimizer, backward, micro_batches=micro_batches, unscale=lambda: scaler.unscale_(optimizer), step=step,
-        climb=climb,
-    )  # fmt: skip
+    module, optimizer, scaler, backward, parts = scaled_by_hand(scale)
+    wanted, norms = by_hand(module, optimizer, backward, micro_batches=micro_batches, climb=climb, **parts)
     assert_bit_identical(weights.seen, wanted)
     found = [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line]
     assert found == pytest.approx(norms, rel=0, nan_ok=True)
