@@ -7,12 +7,12 @@ One rule for what the package keeps between calls: numbers, numpy arrays, and te
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache, wraps
 from types import ModuleType
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy
 import torch
@@ -23,6 +23,17 @@ from torch.autograd import forward_ad
 F = TypeVar("F", bound=Callable[..., Any])
 _off = False
 _in_loss = ContextVar("in_loss", default=False)
+
+
+class Shards(NamedTuple):
+    """What a step must know where its leaves are this process's shards of those of a model."""
+
+    starts: Mapping[str, int]  # of each leaf, its first coordinate in the whole one
+    sizes: Mapping[str, int]  # of each leaf, how many coordinates the whole one has
+    total: Callable[[Tensor], Tensor]  # the sum over all processes, each of which calls it
+
+
+_shards: ContextVar[Shards | None] = ContextVar("shards", default=None)
 
 
 @contextmanager
@@ -121,6 +132,34 @@ def in_loss() -> Iterator[None]:
         yield
     finally:
         _in_loss.reset(token)
+
+
+@contextmanager
+def on_shards(shards: Shards | None) -> Iterator[None]:
+    """Inside, leaves are shards: draws go by coordinate of the whole leaf, norms are those of all processes."""
+    token = _shards.set(shards)
+    try:
+        yield
+    finally:
+        _shards.reset(token)
+
+
+def shard_starts() -> Mapping[str, int]:
+    """The first coordinate of each shard in its whole leaf; empty where leaves are whole."""
+    own = None if torch.compiler.is_compiling() else _shards.get()
+    return {} if own is None else own.starts
+
+
+def over_shards(total: Tensor) -> Tensor:
+    """A sum over coordinates, over those of all processes where leaves are shards."""
+    own = None if torch.compiler.is_compiling() else _shards.get()
+    return total if own is None else own.total(total)
+
+
+def whole_size(leaves: Mapping[str, Tensor]) -> int:
+    """The number of coordinates of leaves, those of the whole ones where these are shards."""
+    own = None if torch.compiler.is_compiling() else _shards.get()
+    return sum(leaf.numel() if own is None else own.sizes[path] for path, leaf in leaves.items())
 
 
 def recorded(tensor: Tensor) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .errors import raise_problems, shortened, some_of, takes
-from .execution import opaque, transformed, valueless, wrapped
+from .execution import opaque, over_shards, transformed, valueless, wrapped
 from .types import Params, Predicate, Where
 
 NORM_BLOCK = 4096
@@ -546,7 +546,8 @@ def global_norm(tree: Params) -> Tensor:
         sums = block_squares(leaves)
     else:
         sums = torch.ops.smat_fn.block_squares(leaves)
-    return root(sum_by_halves(sums)) if sums.numel() else leaves[0].new_zeros((), dtype=torch.float64)
+    total = sum_by_halves(sums) if sums.numel() else leaves[0].new_zeros((), dtype=torch.float64)
+    return root(over_shards(total))
 
 
 PLAIN = Tensor, nn.Parameter  # what custom operations are asked about; other types keep to plain torch

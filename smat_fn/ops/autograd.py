@@ -37,12 +37,17 @@ def reweight(grads: Sequence[Tensor], numbers: Numbers, masked: Sequence[bool], 
 
 
 def reweight_and_clip(
-    grads: Mapping[str, Tensor], numbers: Numbers | None, masked: Sequence[bool], *, max_norm: float | None
+    grads: Mapping[str, Tensor],
+    numbers: Numbers | None,
+    masked: Sequence[bool],
+    starts: Sequence[int] = (),
+    *,
+    max_norm: float | None,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """`library.reweight_and_clip` with derivatives: in grads, numbers.scale and max_norm; results are bit-identical."""
     leaves = dict(grads)
     if numbers is not None:
-        weighted = reweight(list(leaves.values()), numbers, masked, [0] * len(leaves))
+        weighted = reweight(list(leaves.values()), numbers, masked, starts or [0] * len(leaves))
         leaves = dict(zip(leaves, weighted, strict=True))
     norm = tree.global_norm(leaves)
     if max_norm is not None:

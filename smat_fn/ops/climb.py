@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..execution import transformed
+from ..execution import over_shards, transformed
 from . import cpu, launch, library
 
 _DENSE = torch.contiguous_format
@@ -64,7 +64,8 @@ def climb_into(params: list[Tensor], slopes: list[Tensor], out: list[Tensor], rh
         own, along, into = ([leaves[i].contiguous() for i in rows] for leaves in (params, slopes, out))
         passes.append((kind(own, along, into, adaptive), rows))
     sums = library.in_order([(way.squares(), rows) for way, rows in passes], params)
-    length = rho / (tree.sum_by_halves(sums).sqrt() + 1e-12) if len(sums) else sums.new_zeros(())
+    squares = tree.sum_by_halves(sums) if len(sums) else sums.new_zeros(())
+    length = rho / (over_shards(squares).sqrt() + 1e-12)
     for way, _ in passes:
         way.move(length)
 

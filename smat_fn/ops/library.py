@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import tree
 from ..errors import raise_problems
-from ..execution import loops_for, transformed
+from ..execution import loops_for, over_shards, transformed
 from . import cpu, launch, plain
 from .cpu import Drawn, Numbers, first_blocks
 
@@ -210,6 +210,7 @@ def reweight_and_clip(
     grads: Mapping[str, Tensor],
     numbers: Numbers | None,
     masked: Sequence[bool],
+    starts: Sequence[int] = (),
     *,
     max_norm: float | None,
     donate: bool,
@@ -222,7 +223,8 @@ def reweight_and_clip(
 
     Not inside transforms, where `autograd.reweight_and_clip` does the same without a write.
 
-    Args: max_norm: None only measures; donate: may write into grads, bit-identical.
+    Args: starts: by leaf, its first coordinate in the whole one (default: 0); max_norm: None only measures; donate:
+        may write into grads, bit-identical.
     Returns: (leaves by path, 0-d float32 norm); nothing waits for the device.
     """
     assert not transformed(), "derivatives would be lost"
@@ -233,11 +235,13 @@ def reweight_and_clip(
         free = owned(raw) if donate else set()
         out = {path: g if path in free else torch.empty_like(g) for path, g in raw.items()}
     sources, targets = list(raw.values()), list(out.values())
+    starts = starts or [0] * len(sources)
     if by_kernel(sources, targets):
-        return out, _by_kernels(sources, targets, numbers, list(masked), max_norm)
+        drawn = None if numbers is None else Drawn(numbers, list(masked), list(starts))
+        return out, _by_kernels(sources, targets, drawn, max_norm)
     if numbers is not None:
-        starts = [0] * len(sources)
-        reweight_into(sources, targets, numbers.streams, numbers.scale, numbers.cutoff, list(masked), starts)
+        given = list(masked), list(starts)
+        reweight_into(sources, targets, numbers.streams, numbers.scale, numbers.cutoff, *given)
         sources = targets
     norm = tree.global_norm(sources)
     if max_norm is not None:
@@ -262,12 +266,10 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def _by_kernels(
-    sources: list[Tensor], targets: list[Tensor], numbers: Numbers | None, masked: list[bool], max_norm: float | None
-) -> Tensor:
-    drawn = None if numbers is None else Drawn(numbers, masked, [0] * len(sources))
+def _by_kernels(sources: list[Tensor], targets: list[Tensor], drawn: Drawn | None, max_norm: float | None) -> Tensor:
     passes = launch.Reweighting(sources, targets, drawn)
-    norm = tree.sum_by_halves(passes.squares(store=max_norm is None and numbers is not None).double()).sqrt()
+    squares = passes.squares(store=max_norm is None and drawn is not None).double()
+    norm = over_shards(tree.sum_by_halves(squares)).sqrt()
     if max_norm is not None:
         passes(clip=clip_factor(norm, max_norm).float().view(1))
     return norm.float()

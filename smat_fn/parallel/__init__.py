@@ -5,12 +5,13 @@ split over devices by ``device_map`` needs nothing: every leaf is simulated wher
 """
 
 from .replicas import Share, independent_smat, replicated, share
-from .sharded import Sharded
+from .sharded import SHARDED, Sharded
 from .shards import base_shards, reweight_grads, simulated_shards, starts_of
 from .world import ALONE, World, joined
 
 __all__ = [
     "ALONE",
+    "SHARDED",
     "Sharded",
     "Share",
     "World",

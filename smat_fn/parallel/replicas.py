@@ -78,7 +78,7 @@ def replicated(loss_fn: LossFn) -> LossFn:
 
     def loss(params: Params, one: Share, **options: Tensor) -> tuple[Tensor, Aux]:
         _check_share(one)
-        own = {name: _of_this_process(key) for name, key in options.items()}
+        own = {name: of_this_process(key) for name, key in options.items()}
         return _averaged(*loss_and_aux(loss_fn(_averaging(params), one.batch, **own)), one.factor)
 
     loss.takes_key = takes_key(loss_fn)  # type: ignore[attr-defined]
@@ -130,7 +130,7 @@ class _AveragedModule(WrappedLoss):
     def loss(self, module: nn.Module, *args: Share, key: Tensor | None = None) -> tuple[Tensor, Aux]:
         (one,) = args
         _check_share(one)
-        own = None if key is None else _of_this_process(key)
+        own = None if key is None else of_this_process(key)
         return _averaged(*loss_and_aux(self.inner.loss(module, one.batch, key=own)), one.factor)
 
     def within(self, params: Mapping[str, Tensor], fn: Callable[[nn.Module], Any]) -> Any:
@@ -211,7 +211,7 @@ class _Touched(torch.autograd.Function):
         return grad, *(None,) * ctx.leaves
 
 
-def _of_this_process(key: Tensor) -> Tensor:
+def of_this_process(key: Tensor) -> Tensor:
     """A loss's key here: processes see other examples, with randomness of their own."""
     return random.fold_in(key, f"rank:{dist.get_rank()}")
 

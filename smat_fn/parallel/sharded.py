@@ -1,9 +1,10 @@
-"""FT and SMAT on FSDP2 shards as a method: a state holds this process's shards of parameters and optimizer."""
+"""Methods on FSDP2 shards: a state holds this process's shards of parameters and of the optimizer's state."""
 
 import copy
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,115 +13,118 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import errors, random, tree
-from ..execution import in_loss
-from ..grad import ModuleLoss, detached, loss_and_aux
-from ..mat import finetune, smat, step
-from ..mat.smat import Schedule
+from ..execution import Shards, on_shards
+from ..grad import ModuleLoss, loss_and_aux
+from ..grad.modules import WrappedLoss
+from ..mat import asam, finetune, l2sp, mergopt, mixout, msam, smat
 from ..mat.step import State
-from ..ops.library import clip_factor
 from ..optim import MuonState
 from ..optim.chain import ChainState
-from ..simulation import reweight
-from ..types import Aux, Micro, Optimizer, Params, Where
-from ..where import mask_problems
-from .replicas import check_shared
-from .shards import local, simulated_leaves, starts_in
+from ..types import Aux, Method, Micro, Optimizer, Params, Where
+from .replicas import Share, check_shared, of_this_process
+from .shards import local, reshard, starts_in
 
-_HYPER = "alpha_min", "drop_prob", "sigma", "noise", "alpha_max", "period"
+_BLOCK = 1 << 20  # numbers that are exchanged at once
+SHARDED: dict[Callable[..., Method], bool] = {  # methods, and whether they read theta_0 after the first step
+    finetune.build: False,
+    asam.build: False,
+    msam.build: False,
+    mergopt.build: False,
+    smat.build: True,
+    l2sp.build: True,
+    mixout.build: True,
+}
+_OURS = "loss_fn", "optimizer", "base", "where", "max_grad_norm", "offload", "engine", "donate"
 
 
 class Sharded:
     """A method on shards: ``init`` and ``update`` as of any method, on batches of `smat_fn.parallel.share`.
 
     A copy of the module is sharded block by block; all processes call everything. Draws, and so simulated states, are
-    those of one process bit for bit; gradients are averaged in float32, and the one norm is that of all shards. For
-    elementwise optimizers alone (Adam, AdamW): a shard of a matrix is not a matrix.
+    those of one process bit for bit; gradients are averaged in float32, and every norm is that of all shards. For
+    elementwise optimizers alone (Adam, AdamW, averages of the weights): a shard of a matrix is not a matrix.
 
     Args:
-        loss_fn: runs the module's own forward pass, and takes no key.
-        simulated: alpha_min, drop_prob, sigma, noise, alpha_max and period of `smat_fn.mat.smat.build`; None: FT.
+        loss_fn: runs the module's own forward pass.
+        build: of the method: that of `smat_fn.mat`'s finetune (default), smat, asam, msam, mergopt, l2sp or mixout.
         where: the masked set, by path.
+        hyperparameters: those of ``build``, for smat without offload.
 
     Raises:
         ValueError: lists a loss that runs the module otherwise (master weights, a linearised or compiled module,
-            adapters) and bad numbers; in ``init`` an empty masked set with ``drop_prob > 0``, and optimizers that look
-            at whole matrices or at a norm (Muon, `smat_fn.optim.chain`).
+            adapters), another method and bad hyperparameters; in ``init`` an empty masked set with ``drop_prob > 0``,
+            and optimizers that look at whole matrices or at a norm (Muon, `smat_fn.optim.chain`).
     """
 
     def __init__(
         self,
         loss_fn: ModuleLoss,
         optimizer: Optimizer,
+        build: Callable[..., Method] = finetune.build,
         *,
         where: Where | None = None,
         max_grad_norm: float | None = None,
-        simulated: Mapping[str, Any] | None = None,
+        **hyperparameters: Any,
     ) -> None:
-        self._loss_fn, self._optimizer, self._where, self._max_norm = loss_fn, optimizer, where, max_grad_norm
-        own: dict[str, Any] = {"sigma": 2e-3, **(simulated or {})}
-        problems = step.check(optimizer, max_grad_norm, "autograd", donate=True)
-        if unknown := own.keys() - _HYPER:
-            problems.append(f"shards have no {', '.join(sorted(unknown))}: give {', '.join(_HYPER)} alone")
+        problems = []
+        if build not in SHARDED:
+            names = ", ".join(known.__module__.rpartition(".")[2] for known in SHARDED)
+            problems.append(f"the method is {_name(build)}, which shards do not support: give build of {names}")
+        elif unknown := sorted(hyperparameters.keys() - (inspect.signature(build).parameters.keys() - {*_OURS})):
+            problems.append(f"{_name(build)} on shards has no {', '.join(unknown)}: leave it out")
         else:
-            problems += errors.problems_of(Schedule, **own)
+            leaves = {path: p.detach() for path, p in loss_fn.module.named_parameters()}
+            given = {"max_grad_norm": max_grad_norm, "donate": True, **hyperparameters}
+            problems += errors.problems_of(build, loss_fn, optimizer, leaves, **given)
         if getattr(type(loss_fn), "within", None) is not ModuleLoss.within:
             problems.append(
                 f"shards run the module itself, not as a {type(loss_fn).__name__} does: give the ModuleLoss inside it"
             )
         errors.raise_problems(problems, "Sharded")
-        self._schedule = None if simulated is None else Schedule(**own)
+        self._loss_fn, self._optimizer, self._build, self._where = loss_fn, optimizer, build, tree.predicate(where)
+        self._options = {"max_grad_norm": max_grad_norm, "donate": True, **hyperparameters}
 
-    def init(self, params: Params) -> State:
+    def init(self, params: Params) -> Any:
         """The state of this process; params are those of the whole module, theta_0.
 
         Raises: ValueError that lists names that the module does not have, and other shapes than its own.
         """
-        leaves = tree.flatten(params)
-        if not leaves:
+        whole = tree.flatten(params)
+        if not whole:
             raise ValueError("Sharded: params is empty: give the parameters to train, module.named_parameters()")
-        tree.check_floating(leaves, "params")
-        self._loss_fn.check(leaves)
-        if self._schedule is not None:
-            errors.raise_problems(mask_problems(self._where, leaves, self._schedule.drop_prob), "Sharded")
-        self._module = sharded_copy(self._loss_fn.module, leaves)
-        inner = self._loss_fn
-        self._loss = ModuleLoss(self._module, lambda m, *a: inner.loss(m, *a), training=inner.training)
-        self._leaves: dict[str, Any] = {path: p for path, p in self._module.named_parameters() if p.requires_grad}
+        tree.check_floating(whole, "params")
+        self._loss_fn.check(whole)
+        shapes, picks = {path: leaf.to("meta") for path, leaf in whole.items()}, self._where
+        asked: Where | None = None if picks is None else lambda path, _: bool(picks(path, shapes[path]))
+        errors.raise_problems(errors.problems_of(self._method, self._loss_fn, shapes, asked), "Sharded")
+        module = sharded_copy(self._loss_fn.module, whole)
+        self._leaves: dict[str, Any] = {path: p for path, p in module.named_parameters() if p.requires_grad}
+        self._spread = Shards(starts_in(self._leaves), {path: p.numel() for path, p in whole.items()}, _total)
         shards = self._shards()
-        self._base = {} if self._schedule is None else tree.clone(shards)
-        opt_state = self._optimizer.init(shards)
-        if wide := _not_elementwise(opt_state):
+        base = tree.clone(shards) if SHARDED[self._build] else tree.tree_map(lambda leaf: leaf.to("meta"), shards)
+        method = self._method(_ShardedLoss(self._loss_fn, module, self._leaves), base, asked)
+        self._update, state = method.update, method.init(shards)
+        if wide := _not_elementwise(state.opt_state):
             raise ValueError(
                 f"Sharded: the optimizer's state holds a {wide}, but a process sees its shards alone: take adam or "
                 "adamw, and max_grad_norm to clip"
             )
-        return State(shards, opt_state, 0)
+        return state
 
-    def update(self, key: Tensor, state: State, batch: Sequence[Micro]) -> tuple[State, Any]:
+    def update(self, key: Tensor, state: Any, batch: Sequence[Micro]) -> tuple[Any, Any]:
         """A step on this process's micro-batches; the state that was given is spent."""
         random.check_key(key)
         check_shared(batch)
         shards = self._shards()
         _check_state(state, shards)
-        for path, shard in shards.items():  # restored, or moved by FSDP2 as it started
+        for path, shard in shards.items():  # the first step, or restored
             if shard.data_ptr() != state.params[path].data_ptr():
                 shard.copy_(state.params[path])
-        drawn = None if self._schedule is None else self._schedule.draw(key, state.step)
-        at = (self._module, self._leaves, self._base)
-        with simulated_leaves(*at, drawn, self._where) if drawn else nullcontext():
-            loss, aux, grads = self._gradient(batch)
-        with torch.no_grad():
-            if drawn is not None:
-                reweight(grads, drawn, where=self._where, out=grads, starts=starts_in(self._leaves))
-            norm = _norm(grads)
-            if self._max_norm is not None:
-                factor = clip_factor(norm, self._max_norm)
-                grads = {path: (g.to(tree.compute_dtype(g)) * factor).to(g.dtype) for path, g in grads.items()}
-            state = step.advance(self._optimizer, State(shards, state.opt_state, state.step), grads, donate=True)
-        if self._schedule is None:
-            return state, finetune.Info(loss, aux, norm.float())
-        scale = torch.ones((), dtype=torch.float32, device=key.device) if drawn is None else drawn.scale
-        return state, smat.Info(loss, aux, norm.float(), scale, drawn is not None)
+        with on_shards(self._spread):
+            return self._update(key, state._replace(params=shards), list(batch))
+
+    def _method(self, loss_fn: ModuleLoss, base: Params, where: Where | None) -> Method:
+        return self._build(loss_fn, self._optimizer, base, where=where, **self._options)
 
     def whole(self, state: State) -> State:
         """The state of the whole module on the CPU, in the first process; all processes call it, others keep theirs."""
@@ -175,30 +179,61 @@ class Sharded:
     def _shards(self) -> dict[str, Tensor]:
         return {path: local(p).detach() for path, p in self._leaves.items()}
 
-    def _gradient(self, parts: Sequence[Micro]) -> tuple[Tensor, list[Aux], dict[str, Tensor]]:
-        """Means over micro-batches and processes, in float32 until the end."""
-        losses, auxes, total = [], [], dict[str, Tensor]()
-        for part in parts:
-            with self._loss.running(), in_loss():
-                loss, aux = loss_and_aux(self._loss.loss(self._module, part.batch.batch))
-                (loss * part.batch.factor).backward()
-            losses.append(loss.detach() * part.batch.factor)
-            auxes.append(detached(aux))
-            for path, p in self._leaves.items():
-                grad = torch.zeros_like(local(p)) if p.grad is None else local(p.grad)
-                p.grad = None
-                wide = grad.detach().to(tree.compute_dtype(grad))
-                total[path] = wide if path not in total else total[path].add_(wide)
-        mean = torch.stack(losses).mean().to(torch.float64)
+
+class _ShardedLoss(WrappedLoss):
+    """A module's loss on a share, where its parameters are this process's shards; gradients are averaged by FSDP2."""
+
+    def __init__(self, inner: ModuleLoss, module: nn.Module, leaves: Mapping[str, Any]) -> None:
+        ModuleLoss.__init__(self, module, inner.loss, training=inner.training)
+        self.inner, self._leaves = inner, leaves
+
+    def loss(self, module: nn.Module, *args: Share, key: Tensor | None = None) -> tuple[Tensor, Aux]:
+        (one,) = args
+        own = None if key is None else of_this_process(key)
+        loss, aux = loss_and_aux(self.inner.loss(module, one.batch, key=own))
+        return loss * one.factor, aux
+
+    def gradient(
+        self, leaves: Mapping[str, Tensor], run: Callable[[nn.Module], tuple[Tensor, Aux]]
+    ) -> tuple[tuple[Tensor, Aux], Sequence[Tensor]]:
+        """The loss averaged over processes, aux of this one, and the shards of the mean gradients."""
+        with on_shards(None), self._holding(leaves), self.running():
+            loss, aux = run(self.module)
+            loss.backward()
+        grads = []
+        for p in self._leaves.values():
+            grads.append(torch.zeros_like(local(p)) if p.grad is None else local(p.grad))
+            p.grad = None
+        mean = loss.detach().double()
         dist.all_reduce(mean)
-        grads = {path: (leaf / len(parts)).to(self._leaves[path].dtype) for path, leaf in total.items()}
-        return (mean / dist.get_world_size()).to(losses[0].dtype), auxes, grads
+        return ((mean / dist.get_world_size()).to(loss.dtype), aux), grads
+
+    @contextmanager
+    def _holding(self, leaves: Mapping[str, Tensor]) -> Iterator[None]:
+        """The module's shards hold these values. What they held is in these tensors meanwhile: there is no copy."""
+        held = [(local(p).detach(), leaves[path].data) for path, p in self._leaves.items()]
+        others = [(own, leaf) for own, leaf in held if own.data_ptr() != leaf.data_ptr()]
+        _swap(others)
+        try:
+            yield
+        finally:
+            reshard(self.module)
+            _swap(others)
+
+
+def _swap(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Exchange the values of two contiguous tensors, a block at a time."""
+    for one, other in pairs:
+        for own, given in zip(one.view(-1).split(_BLOCK), other.view(-1).split(_BLOCK), strict=True):
+            before = own.clone()
+            own.copy_(given)
+            given.copy_(before)
 
 
 def sharded_copy(module: nn.Module, params: Mapping[str, Tensor]) -> nn.Module:
     """A copy of the module on these parameters, the only ones trained, sharded by FSDP2: each block, then the rest."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     own = copy.deepcopy(module)
     for path, p in own.named_parameters():
@@ -212,6 +247,10 @@ def sharded_copy(module: nn.Module, params: Mapping[str, Tensor]) -> nn.Module:
     for block in _blocks(own):
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(own, mesh=mesh, mp_policy=policy)
+    for part in own.modules():
+        if isinstance(part, FSDPModule):  # otherwise the first forward pass would move its shards
+            part.unshard()
+            part.reshard()
     return own
 
 
@@ -241,8 +280,11 @@ def _not_elementwise(state: Any) -> str:
     return next(filter(None, (_not_elementwise(getattr(state, name)) for name in getattr(state, "_fields", ()))), "")
 
 
-def _norm(grads: Mapping[str, Tensor]) -> Tensor:
-    """The one norm of all shards, 0-d float64."""
-    squares = tree.global_norm(grads).square()
-    dist.all_reduce(squares)
-    return squares.sqrt()
+def _total(sums: Tensor) -> Tensor:
+    found = sums.clone()
+    dist.all_reduce(found)
+    return found
+
+
+def _name(build: Any) -> str:
+    return f"{getattr(build, '__module__', '')}.{getattr(build, '__name__', build)}".removeprefix("smat_fn.mat.")

@@ -21,7 +21,7 @@ def base_shards(module: nn.Module) -> dict[str, Tensor]:
     Names, here and in draws, are those of the module itself, without the parts that ``torch.compile`` and torch's
     ``checkpoint_wrapper`` put into them.
     """
-    _reshard(module)
+    reshard(module)
     return {path: local(p).detach().clone() for path, p in _leaves(module).items()}
 
 
@@ -68,7 +68,7 @@ def simulated_shards(
         drawn: None is a clean step: theta stays.
         where: the masked set, by the names of ``module.named_parameters()``.
     """
-    _reshard(module)  # before its parameters are taken: gathered ones are others
+    reshard(module)  # before its parameters are taken: gathered ones are others
     with simulated_leaves(module, _leaves(module), tree.flatten_unwrapped(base), drawn, _asked(module, where)):
         yield
 
@@ -78,14 +78,14 @@ def simulated_leaves(
     module: nn.Module, leaves: Mapping[str, Any], base: Mapping[str, Tensor], drawn: Draw | None, where: Where | None
 ) -> Iterator[None]:
     """`simulated_shards` of these parameters of the module, whose names here are those of base, where and draws."""
-    _reshard(module)
+    reshard(module)
     shards = {path: local(p).detach() for path, p in leaves.items()}  # FSDP2 owns the storage: written in place
     weights = SimulatedWeights(shards, base, where=where, starts=starts_in(leaves), switch=False)
     try:
         with weights.at(drawn):
             yield
     finally:
-        _reshard(module)
+        reshard(module)
 
 
 def reweight_grads(module: nn.Module, drawn: Draw, *, where: Where | None = None) -> None:
@@ -93,7 +93,7 @@ def reweight_grads(module: nn.Module, drawn: Draw, *, where: Where | None = None
 
     Raises: ValueError where no parameter has a gradient.
     """
-    _reshard(module)  # gathered parameters have no gradients
+    reshard(module)  # gathered parameters have no gradients
     grads = {path: local(p.grad) for path, p in _leaves(module).items() if p.grad is not None}
     if not grads:
         raise ValueError("no parameter of the module has a gradient: reweight after backward, before zero_grad")
@@ -102,7 +102,7 @@ def reweight_grads(module: nn.Module, drawn: Draw, *, where: Where | None = None
         reweight(grads, drawn, where=_asked(module, where), out=grads, starts=starts)
 
 
-def _reshard(module: nn.Module) -> None:
+def reshard(module: nn.Module) -> None:
     """Shard again the weights that a forward pass without a backward one left gathered: the next would use them."""
     from torch.distributed.fsdp import FSDPModule  # takes long, and not every torch has it
 

@@ -5,7 +5,7 @@ import math
 from torch import Tensor
 
 from .. import tree
-from ..execution import no_grad
+from ..execution import no_grad, whole_size
 from ..types import Params, Where
 from .state import Draw, of_leaves, simulate
 
@@ -20,7 +20,7 @@ def update_rms(params: Params, base: Params) -> Tensor:
     """
     leaves, origins = _matching(params, base)
     deltas = {path: _delta(leaf, origins[path]) for path, leaf in leaves.items()}
-    return tree.global_norm(deltas) / math.sqrt(max(1, sum(delta.numel() for delta in deltas.values())))
+    return tree.global_norm(deltas) / math.sqrt(max(1, whole_size(deltas)))
 
 
 @no_grad

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import ops, random, tree
 from ..errors import raise_problems, shortened, some_of
-from ..execution import refuse_donation, transformed, unread
+from ..execution import refuse_donation, shard_starts, transformed, unread
 from ..ops.cpu import Numbers
 from ..types import Noise, Params, Where
 from .noise import quantiles, table_on
@@ -354,11 +354,11 @@ def reweight_and_clip(
             made = ops.reweight([leaves[path] for path in part.paths], part.numbers, part.masked, part.starts)
             weighted.update(zip(part.paths, made, strict=True))
         leaves, parts, donate = weighted, [], True
-    numbers, masked = (parts[0].numbers, parts[0].masked) if parts else (None, [])
+    numbers, masked, starts = (parts[0].numbers, parts[0].masked, parts[0].starts) if parts else (None, [], [])
     if transformed():
-        result, norm = ops.autograd.reweight_and_clip(leaves, numbers, masked, max_norm=max_norm)
+        result, norm = ops.autograd.reweight_and_clip(leaves, numbers, masked, starts, max_norm=max_norm)
     else:
-        result, norm = ops.reweight_and_clip(leaves, numbers, masked, max_norm=max_norm, donate=donate)
+        result, norm = ops.reweight_and_clip(leaves, numbers, masked, starts, max_norm=max_norm, donate=donate)
     return tree.unflatten(grads, result), norm
 
 
@@ -406,7 +406,8 @@ class DrawPart(NamedTuple):
 def draw_parts(
     leaves: Mapping[str, Tensor], draw: Draw, where: Where | None, starts: Mapping[str, int]
 ) -> Iterator[DrawPart]:
-    """The leaves of each device and factor of alpha, with the draw there."""
+    """The leaves of each device and factor of alpha, with the draw there. Args: starts: empty: those of the context."""
+    starts = starts or shard_starts()
     if not isinstance(draw, Draw):
         raise ValueError(f"draw is a {type(draw).__name__}, must be what smat_fn.draw returns")
     if problems := _field_problems(draw):

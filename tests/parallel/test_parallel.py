@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from smat_fn import draw, merge, optim, parallel, random, reweight, simulate, value_and_grad, where
 from smat_fn.data.batching import split_rows
 from smat_fn.grad import ModuleLoss, with_master_weights
-from smat_fn.mat import finetune
+from smat_fn.mat import finetune, orthoreg, smat
 from smat_fn.mat import weights as of_weights
 from smat_fn.mat.weights import SimulatedWeights
 from smat_fn.parallel import ALONE, replicas, world
@@ -242,6 +243,28 @@ def test_sharded_runs_of_train_py_are_those_of_one_process(found, tmp_path):
     assert first["sizes"][0] + second["sizes"][0] == whole
 
 
+def test_an_averaged_climb_on_shards_is_that_of_one_process_and_resumes_bit_for_bit(found, tmp_path):
+    first = found[0]["train.py"]
+    training = replace(worker.SHARDED, average="ema:0.7")
+    for path, leaf in worker.of_train_py(tmp_path / "msam", "msam", training, world=ALONE).items():
+        torch.testing.assert_close(first["msam"][path], leaf, rtol=1e-4, atol=1e-5)
+        assert torch.equal(first["msam resumed"][path], first["msam"][path])
+
+
+@pytest.mark.parametrize("name", worker.ON_SHARDS)
+def test_methods_take_the_same_steps_on_shards(found, name):
+    wanted, norms = worker.stepped(name, lambda build, *given, **options: build(*given, **options))
+    weights, own = found[0]["on shards"][name]
+    assert own == found[1]["on shards"][name][1]
+    torch.testing.assert_close(own, norms, rtol=1e-6, atol=0)
+    # elsewhere weights depend on a norm, whose float32 sums end where a shard ends
+    exact = name in ("ft", "mergopt", "l2sp", "mixout", "smat", "by depth", "mixed")
+    for path, leaf in wanted.items():
+        torch.testing.assert_close(weights[path], leaf, rtol=0, atol=0 if exact else 1e-6)
+    if name != "ft":
+        assert not torch.equal(weights["last.weight"], found[0]["on shards"]["ft"][0]["last.weight"])
+
+
 @pytest.mark.parametrize(("weights", "size"), [((3, 3, 2, 2), 2), ((5, 1, 1), 2), ((4,), 3)])
 def test_shares_add_up_to_the_weighted_mean(weights, size):
     parts = [Micro(float(i + 1), weight) for i, weight in enumerate(weights)]
@@ -391,12 +414,14 @@ def test_what_shards_would_ignore_or_get_wrong_is_refused(monkeypatch):
     loss_fn = ModuleLoss(module, worker.squares)
     base = {path: p.detach() for path, p in module.named_parameters()}
     wrong = {"period": 2.5, "sigma": -1.0}
-    with pytest.raises(ValueError, match=r"Sharded: sigma is -1.*; period is 2.5.*not as a ModuleMasterWeights does"):
-        parallel.Sharded(with_master_weights(loss_fn), adam, simulated=wrong)
-    with pytest.raises(ValueError, match="shards have no climb, lam: give alpha_min"):
-        parallel.Sharded(loss_fn, adam, simulated={"climb": "both", "lam": 0.5})
+    with pytest.raises(ValueError, match=r"Sharded: smat: sigma is -1.*; period is 2.5.*not as a ModuleMasterWeights does"):
+        parallel.Sharded(with_master_weights(loss_fn), adam, smat.build, **wrong)
+    with pytest.raises(ValueError, match=r"smat\.build on shards has no engine, offload: leave it out"):
+        parallel.Sharded(loss_fn, adam, smat.build, offload="cpu", engine="func")
+    with pytest.raises(ValueError, match=r"method is orthoreg\.build, which shards do not support: give build of finet"):
+        parallel.Sharded(loss_fn, adam, orthoreg.build)
     with pytest.raises(ValueError, match=r"drop_prob is 0.5, but Mask has nothing to act on: where picks none of 6"):
-        parallel.Sharded(loss_fn, adam, where=lambda path, leaf: False, simulated={}).init(base)
+        parallel.Sharded(loss_fn, adam, smat.build, where=lambda path, leaf: False).init(base)
     parts = [Micro(parallel.Share(tuple(part.float() for part in worker.batch(0)), 1.0))]
     wide = optim.chain(optim.clip_by_global_norm(1.0), adam), optim.muon(0.1, rest=adam)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)

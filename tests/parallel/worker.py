@@ -16,11 +16,11 @@ import torch.utils.checkpoint
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from smat_fn import checkpoint, draw, execution, lora, optim, parallel, random, simulate
-from smat_fn.config import Finetune, Smat, Training
+from smat_fn import checkpoint, draw, execution, lora, optim, parallel, random, simulate, tree
+from smat_fn.config import Finetune, Msam, Smat, Training
 from smat_fn.data.batching import split_rows
 from smat_fn.grad import ModuleLoss, value_and_grad, with_master_weights
-from smat_fn.mat import asam, finetune, l2sp, mergopt, msam, orthoreg, smat, talos
+from smat_fn.mat import asam, finetune, l2sp, mergopt, mixout, msam, orthoreg, smat, talos
 from smat_fn.mat.weights import SimulatedWeights
 from smat_fn.parallel import World, replicas
 from smat_fn.scripts.train import resuming
@@ -343,18 +343,36 @@ def blocks(rank=0, size=1, dtype=torch.float32):
     )
 
 
+OF_TRAIN_PY = {
+    "smat": Smat(noise="uniform", period=2, **STRENGTHS),
+    "off": Smat(noise="uniform", period=2, alpha_min=1.0, drop_prob=0.0, sigma=0.0),
+    "ft": Finetune(),
+    "msam": Msam(along="gradient"),
+}
+ON_SHARDS = {
+    "ft": (finetune, {}),
+    "clipped": (finetune, {"max_grad_norm": 0.3}),
+    "asam": (asam, {}),
+    "sam": (asam, {"adaptive": False}),
+    "msam": (msam, {}),
+    "msam along gradients": (msam, {"along": "gradient"}),
+    "mergopt": (mergopt, {"b": 1e-2, "k_max": 3}),
+    "l2sp": (l2sp, {"pull": 0.5}),
+    "mixout": (mixout, {"drop_prob": 0.3}),
+    "smat": (smat, {"period": 2}),
+    "climbing in clean steps": (smat, {"period": 2, "climb": "clean"}),
+    "climbing in all steps": (smat, {"period": 2, "climb": "both", "sigma_of": "update"}),
+    "by leaf": (smat, {"period": 1, "sigma_of": "leaf", "noise": "laplace", "antithetic": True}),
+    "by depth": (smat, {"period": 2, "alpha_depth": (0.5, 1.5), "alpha_max": 1.2}),
+    "mixed": (smat, {"lam": 0.3}),
+}
 SHARDED = Training(steps=7, lr=1e-2, optimizer="adamw", weight_decay=0.1, max_grad_norm=0.3, accumulate=2)
 
 
 def of_train_py(folder, name, training, *, world, stop=None, **options):
     """The weights of a run of train.py's loop, or what it said as it ended."""
-    chosen = {
-        "smat": Smat(noise="uniform", period=2, **STRENGTHS),
-        "off": Smat(noise="uniform", period=2, alpha_min=1.0, drop_prob=0.0, sigma=0.0),
-        "ft": Finetune(),
-    }[name]
     try:
-        train_run(blocks(), chosen, training, RunOptions(folder, ["task"], 1, **options), world=world, stop=stop)
+        train_run(blocks(), OF_TRAIN_PY[name], training, RunOptions(folder, ["task"], 1, **options), world=world, stop=stop)
     except resuming.Interrupted as ended:
         return str(ended)
     finally:
@@ -371,12 +389,39 @@ def shards_of_train_py(rank, folder):
     found["ended"] = of_train_py(folder / "shards-cut", "smat", training, world=world, stop=After(4))
     found["resumed"] = of_train_py(folder / "shards-cut", "smat", training, world=world, resume=True)
     found["saved"] = of_train_py(folder / "shards-saved", "smat", training, world=world, save_every_steps=3)
+    averaging = replace(training, average="ema:0.7")
+    found["msam"] = of_train_py(folder / "shards-msam", "msam", averaging, world=world)
+    of_train_py(folder / "shards-late", "msam", averaging, world=world, stop=After(4))
+    found["msam resumed"] = of_train_py(folder / "shards-late", "msam", averaging, world=world, resume=True)
     suite = blocks()
     own = parallel.Sharded(suite.loss_fn("task"), optim.adamw(1e-2, weight_decay=0.1))
     state = own.init(suite.base)
     sizes = [sum(leaf.numel() for leaf in leaves.values()) for leaves in (state.params, state.opt_state.mu)]
     found["sizes"] = [*sizes, sum(leaf.numel() for leaf in suite.base.values())]
     return found
+
+
+def on_shards():
+    """Weights and norms of every method on shards whose processes have the same batch."""
+    return {name: stepped(name, Sharded, lambda part: parallel.Share(part, 1.0)) for name in ON_SHARDS}
+
+
+def stepped(name, build, batch_of=lambda part: part):
+    """Weights after five steps of a method on two micro-batches, and the norms of the steps; whole ones of shards."""
+    suite, (method, options) = blocks(), ON_SHARDS[name]
+    strengths = STRENGTHS if method is smat else {}
+    given = {"where": suite.where, **strengths, **options}
+    own = build(method.build, suite.loss_fn("task"), optim.adamw(1e-2, weight_decay=0.1), suite.base, **given)
+    state, norms = own.init(suite.base), []
+    for step in range(5):
+        parts = [Micro(batch_of(suite.batch("task", KEY, 2 * step + half))) for half in range(2)]
+        state, info = own.update(KEY, state, parts)
+        norms.append(info.grad_norm)
+    return tree.flatten(getattr(own, "whole", lambda state: state)(state).params), norms
+
+
+def Sharded(build, loss_fn, optimizer, base, **options):  # as a method's build
+    return parallel.Sharded(loss_fn, optimizer, build, **options)
 
 
 # a loss that touches no leaf in one process is known while the buckets are torch's
@@ -459,6 +504,7 @@ def main(rank, folder):
     found["wrapped"] = wrapped(rank=rank)
     found["interrupted"] = interrupted(rank, Path(folder))
     found["apart"] = apart(rank, Path(folder))
+    found["on shards"] = on_shards()
     found["train.py"] = shards_of_train_py(rank, Path(folder))
     torch.save(found, Path(folder) / f"found{rank}.pt")
     dist.destroy_process_group()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ... import lora, optim, random, tree
+from ... import lora, mat, optim, random, tree
 from ...config import MethodConfig, Training, settings
 from ...data.batching import split_rows
 from ...grad import ModuleLoss, compiled, with_master_weights
@@ -176,10 +176,14 @@ def train_expert(
             due = saver.due(step + 1)
             if world.agree(due) if isinstance(run, Sharded) else due:  # of shards all processes gather, or none
                 _save(saver, whole(state), log, curve)
-    if isinstance(run, Sharded):
-        device = next(iter(suite.base.values())).device
-        state = state._replace(params=tree.tree_map(lambda leaf: leaf.to(device), whole(state).params))
-    return _result(state, suite=suite, training=training) if curve is None else curve.best
+    if curve is not None:
+        return curve.best
+    found = _result(state, suite=suite, training=training)
+    if not isinstance(run, Sharded):
+        return found
+    device = next(iter(suite.base.values())).device
+    gathered = run.whole(state._replace(params=found, opt_state=()))
+    return tree.tree_map(lambda leaf: leaf.to(device), gathered.params)
 
 
 def _result(state: Any, *, suite: Suite, training: Training) -> Params:
@@ -256,9 +260,9 @@ def _built(
     optimizer = make_optimizer(training, masked_beside(adapters, suite.where) if adapters else suite.where)
     if training.shard:
         assert isinstance(loss_fn, ModuleLoss), "a suite's losses are of modules"
-        own = settings(method) if method.name == "smat" else None
         kept = _on_host(suite.base) if all(leaf.is_cuda for leaf in suite.base.values()) else None
-        shards = Sharded(loss_fn, optimizer, where=suite.where, max_grad_norm=training.max_grad_norm, simulated=own)
+        options = {"max_grad_norm": training.max_grad_norm, **settings(method)}
+        shards = Sharded(loss_fn, optimizer, mat.build_of(method), where=suite.where, **options)
         return shards, shards.init(params), kept
     start = params if adapters is None else lora.init(random.fold_in(key, "lora"), params, adapters)
     run = arrange(

@@ -128,24 +128,18 @@ def problems(method: MethodConfig, training: Training, world: World, place: Plac
 
 
 def _shard_problems(method: MethodConfig, training: Training, world: World, place: Place) -> list[str]:
-    own = settings(method)
     found = ["`shard` needs several processes: start with torchrun"] if world.size == 1 else []
-    found += [] if method.name in ("ft", "smat") else [f"`shard` supports ft and smat, not {method.name}: leave it out"]
+    if mat.build_of(method) not in parallel.SHARDED:
+        found.append(f"`shard` is not supported with {method.name}, which looks at whole parameters: leave it out")
     others = {
         "adapters": training.lora is not None,
         "muon": training.optimizer == "muon",
-        f"`average={training.average!r}`": training.average is not None,
         "evaluations while training": training.dev is not None,
-        "dropout": training.dropout,
         "`compile`": training.compiled,
         "independent draws": training.independent_draws,
         "`precision='mixed'`": training.precision == "mixed",
         "sigma auto": sigma_is_auto(method),
         f"`offload={place!r}`": place not in ("auto", "device"),
-        **{
-            f"`{name}={own.get(name)!r}`": name in own
-            for name in ("lam", "sigma_of", "climb", "alpha_depth", "antithetic")
-        },
     }
     names = [name for name, chosen in others.items() if chosen]
     return found + [f"`shard` is not supported with {name}: leave one of them out" for name in names]
