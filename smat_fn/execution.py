@@ -31,6 +31,8 @@ class Shards(NamedTuple):
     starts: Mapping[str, int]  # of each leaf, its first coordinate in the whole one
     sizes: Mapping[str, int]  # of each leaf, how many coordinates the whole one has
     total: Callable[[Tensor], Tensor]  # the sum over all processes, each of which calls it
+    whole: Callable[[str, Tensor], Tensor]  # the whole leaf at a path, of which each process gives its shard
+    own: Callable[[str, Tensor], Tensor]  # this process's shard of a whole leaf at a path
 
 
 _shards: ContextVar[Shards | None] = ContextVar("shards", default=None)
@@ -135,30 +137,35 @@ def in_loss() -> Iterator[None]:
 
 
 @contextmanager
-def on_shards(shards: Shards | None) -> Iterator[None]:
+def on_shards(spread: Shards | None) -> Iterator[None]:
     """Inside, leaves are shards: draws go by coordinate of the whole leaf, norms are those of all processes."""
-    token = _shards.set(shards)
+    token = _shards.set(spread)
     try:
         yield
     finally:
         _shards.reset(token)
 
 
+def shards() -> Shards | None:
+    """What is known of the whole leaves where leaves are shards, else None."""
+    return None if torch.compiler.is_compiling() else _shards.get()
+
+
 def shard_starts() -> Mapping[str, int]:
     """The first coordinate of each shard in its whole leaf; empty where leaves are whole."""
-    own = None if torch.compiler.is_compiling() else _shards.get()
+    own = shards()
     return {} if own is None else own.starts
 
 
 def over_shards(total: Tensor) -> Tensor:
     """A sum over coordinates, over those of all processes where leaves are shards."""
-    own = None if torch.compiler.is_compiling() else _shards.get()
+    own = shards()
     return total if own is None else own.total(total)
 
 
 def whole_size(leaves: Mapping[str, Tensor]) -> int:
     """The number of coordinates of leaves, those of the whole ones where these are shards."""
-    own = None if torch.compiler.is_compiling() else _shards.get()
+    own = shards()
     return sum(leaf.numel() if own is None else own.sizes[path] for path, leaf in leaves.items())
 
 

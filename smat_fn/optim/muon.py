@@ -1,6 +1,6 @@
 """Muon on matrices, another optimizer on the rest: a functional wrapper of torch's own Muon."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim._muon import muon as torch_muon
 
 from .. import errors, tree
-from ..execution import no_grad, refuse_donation, transformed
+from ..execution import Shards, no_grad, refuse_donation, shards, transformed, whole_size
 from ..types import Optimizer, Params, PerStep, Where
 from .schedules import schedule_of
 
@@ -73,7 +73,7 @@ def muon(
 
     # long for its two closures and torch's list of arguments
     def is_matrix(path: str, leaf: Tensor) -> bool:
-        return leaf.ndim == 2 and leaf.numel() > 0 and (picks is None or picks(path, leaf))
+        return leaf.ndim == 2 and whole_size({path: leaf}) > 0 and (picks is None or picks(path, leaf))
 
     def init(params: Params) -> MuonState:
         tree.check_floating(tree.flatten(params), "params")
@@ -102,23 +102,44 @@ def muon(
         own: Callable[[Any], Any] = (lambda t: t) if donate else tree.clone
         matrices, buffers = own(matrices), own(state.momentum)
         others, rest_state = rest.update(other_grads, state.rest, others, **({"donate": True} if donate else {}))
-        torch_muon(
-            list(matrices.values()),
-            [flat_grads[p] for p in matrices],
-            [buffers[p] for p in matrices],
-            lr=schedule(state.step),
-            weight_decay=weight_decay,
-            momentum=momentum,
-            nesterov=True,  # without it torch before 2.15 writes into a bfloat16 momentum
-            ns_coefficients=_COEFFICIENTS,
-            ns_steps=ns_steps,
-            eps=1e-7,
-            adjust_lr_fn="original",
-            has_complex=False,
-        )
+        given = {"lr": schedule(state.step), "weight_decay": weight_decay, "momentum": momentum, "ns_steps": ns_steps}
+        trees = [[own[p] for p in matrices] for own in (matrices, flat_grads, buffers)]
+        if (spread := shards()) is not None:
+            _on_shards(spread, list(matrices), *trees, **given)
+        else:
+            torch_muon(
+                *trees,
+                nesterov=True,  # without it torch before 2.15 writes into a bfloat16 momentum
+                ns_coefficients=_COEFFICIENTS,
+                eps=1e-7,
+                adjust_lr_fn="original",
+                has_complex=False,
+                **given,
+            )
         return tree.combine(params, matrices, others), MuonState(state.step + 1, buffers, rest_state)
 
     return Optimizer(init, update)
+
+
+def _on_shards(
+    spread: Shards,
+    paths: Sequence[str],
+    matrices: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    *,
+    lr: float,
+    weight_decay: float,
+    momentum: float,
+    ns_steps: int,
+) -> None:
+    """torch's function on rows of matrices: each process makes all directions, one whole matrix at a time."""
+    for path, matrix, grad, buffer in zip(paths, matrices, grads, buffers, strict=True):
+        buffer.lerp_(grad, 1 - momentum)
+        direction = _orthogonal(spread.whole(path, grad.lerp(buffer, momentum)), ns_steps)
+        rows, columns = direction.shape
+        matrix.mul_(1 - lr * weight_decay)
+        matrix.add_(spread.own(path, direction), alpha=-lr * max(1, rows / columns) ** 0.5)
 
 
 def _orthogonal(matrix: Tensor, steps: int) -> Tensor:

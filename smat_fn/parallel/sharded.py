@@ -18,7 +18,6 @@ from ..grad import ModuleLoss, loss_and_aux
 from ..grad.modules import WrappedLoss
 from ..mat import asam, finetune, l2sp, mergopt, mixout, msam, smat
 from ..mat.step import State
-from ..optim import MuonState
 from ..optim.chain import ChainState
 from ..types import Aux, Method, Micro, Optimizer, Params, Where
 from .replicas import Share, check_shared, of_this_process
@@ -42,7 +41,7 @@ class Sharded:
 
     A copy of the module is sharded block by block; all processes call everything. Draws, and so simulated states, are
     those of one process bit for bit; gradients are averaged in float32, and every norm is that of all shards. For
-    elementwise optimizers alone (Adam, AdamW, averages of the weights): a shard of a matrix is not a matrix.
+    the optimizers of `smat_fn.optim`, and others that are elementwise. Muon makes each direction in every process.
 
     Args:
         loss_fn: runs the module's own forward pass.
@@ -53,7 +52,7 @@ class Sharded:
     Raises:
         ValueError: lists a loss that runs the module otherwise (master weights, a linearised or compiled module,
             adapters), another method and bad hyperparameters; in ``init`` an empty masked set with ``drop_prob > 0``,
-            and optimizers that look at whole matrices or at a norm (Muon, `smat_fn.optim.chain`).
+            and `smat_fn.optim.chain`, whose transforms would see shards.
     """
 
     def __init__(
@@ -99,7 +98,8 @@ class Sharded:
         errors.raise_problems(errors.problems_of(self._method, self._loss_fn, shapes, asked), "Sharded")
         module = sharded_copy(self._loss_fn.module, whole)
         self._leaves: dict[str, Any] = {path: p for path, p in module.named_parameters() if p.requires_grad}
-        self._spread = Shards(starts_in(self._leaves), {path: p.numel() for path, p in whole.items()}, _total)
+        sizes = {path: p.numel() for path, p in whole.items()}
+        self._spread = Shards(starts_in(self._leaves), sizes, _total, self._gathered, self._own)
         shards = self._shards()
         base = tree.clone(shards) if SHARDED[self._build] else tree.tree_map(lambda leaf: leaf.to("meta"), shards)
         method = self._method(_ShardedLoss(self._loss_fn, module, self._leaves), base, asked)
@@ -129,17 +129,11 @@ class Sharded:
     def whole(self, state: State) -> State:
         """The state of the whole module on the CPU, in the first process; all processes call it, others keep theirs."""
 
-        def gathered(path: str, shard: Tensor) -> Tensor:
-            from torch.distributed.tensor import DTensor  # takes long
-
-            p = self._leaves[path]
-            spread = DTensor.from_local(
-                shard, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-            )
-            found = spread.full_tensor()
+        def first(path: str, shard: Tensor) -> Tensor:
+            found = self._gathered(path, shard)
             return found.cpu() if dist.get_rank() == 0 else shard
 
-        return self._mapped(state, gathered)
+        return self._mapped(state, first)
 
     def empty(self, state: State) -> State:
         """A state of the whole module's shapes on the CPU, to read a stored one into."""
@@ -149,13 +143,11 @@ class Sharded:
 
     def scatter(self, whole: State, state: State) -> State:
         """The stored state of the whole module with this process's shards, which are those of ``state``."""
-        starts = starts_in(self._leaves)
         stored = iter(pytree.tree_leaves(whole))
 
         def own(path: str, shard: Tensor, found: Tensor) -> Tensor:
-            first = starts[path] // math.prod(shard.shape[1:]) if shard.numel() else 0
             with torch.no_grad():
-                return shard.copy_(found[first : first + shard.shape[0]])
+                return shard.copy_(self._own(path, found))
 
         flat, spec = pytree.tree_flatten_with_path(state)
         leaves = [
@@ -163,6 +155,18 @@ class Sharded:
             for (place, leaf), found in zip(flat, stored, strict=True)
         ]
         return pytree.tree_unflatten(leaves, spec)
+
+    def _gathered(self, path: str, shard: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor  # takes long
+
+        p = self._leaves[path]
+        own = DTensor.from_local(shard, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+        return own.full_tensor()
+
+    def _own(self, path: str, whole: Tensor) -> Tensor:
+        rows, numbers = local(self._leaves[path]).shape[0], math.prod(whole.shape[1:])
+        first = self._spread.starts[path] // numbers if rows and numbers else 0
+        return whole[first : first + rows]
 
     def _mapped(self, state: State, fn: Callable[[str, Tensor], Tensor]) -> State:
         flat, spec = pytree.tree_flatten_with_path(state)
@@ -274,8 +278,8 @@ def _check_state(state: Any, shards: Mapping[str, Tensor]) -> None:
 
 
 def _not_elementwise(state: Any) -> str:
-    """The name of a state inside this one whose optimizer is not known to be elementwise; an empty text otherwise."""
-    if isinstance(state, MuonState | ChainState):
+    """The name of a state inside this one whose transforms would see shards; an empty text otherwise."""
+    if isinstance(state, ChainState):
         return type(state).__name__
     return next(filter(None, (_not_elementwise(getattr(state, name)) for name in getattr(state, "_fields", ()))), "")
 

@@ -365,6 +365,7 @@ ON_SHARDS = {
     "by leaf": (smat, {"period": 1, "sigma_of": "leaf", "noise": "laplace", "antithetic": True}),
     "by depth": (smat, {"period": 2, "alpha_depth": (0.5, 1.5), "alpha_max": 1.2}),
     "mixed": (smat, {"lam": 0.3}),
+    "muon": (smat, {"period": 2, "climb": "clean", "muon": True}),
 }
 SHARDED = Training(steps=7, lr=1e-2, optimizer="adamw", weight_decay=0.1, max_grad_norm=0.3, accumulate=2)
 
@@ -372,7 +373,9 @@ SHARDED = Training(steps=7, lr=1e-2, optimizer="adamw", weight_decay=0.1, max_gr
 def of_train_py(folder, name, training, *, world, stop=None, **options):
     """The weights of a run of train.py's loop, or what it said as it ended."""
     try:
-        train_run(blocks(), OF_TRAIN_PY[name], training, RunOptions(folder, ["task"], 1, **options), world=world, stop=stop)
+        train_run(
+            blocks(), OF_TRAIN_PY[name], training, RunOptions(folder, ["task"], 1, **options), world=world, stop=stop
+        )
     except resuming.Interrupted as ended:
         return str(ended)
     finally:
@@ -411,7 +414,10 @@ def stepped(name, build, batch_of=lambda part: part):
     suite, (method, options) = blocks(), ON_SHARDS[name]
     strengths = STRENGTHS if method is smat else {}
     given = {"where": suite.where, **strengths, **options}
-    own = build(method.build, suite.loss_fn("task"), optim.adamw(1e-2, weight_decay=0.1), suite.base, **given)
+    optimizer = optim.adamw(1e-2, weight_decay=0.1)
+    if given.pop("muon", False):
+        optimizer = optim.muon(1e-2, rest=optimizer, where=suite.where, weight_decay=0.1)
+    own = build(method.build, suite.loss_fn("task"), optimizer, suite.base, **given)
     state, norms = own.init(suite.base), []
     for step in range(5):
         parts = [Micro(batch_of(suite.batch("task", KEY, 2 * step + half))) for half in range(2)]
