@@ -26,7 +26,7 @@ _in_loss = ContextVar("in_loss", default=False)
 
 
 class Shards(NamedTuple):
-    """What a step must know where its leaves are this process's shards of those of a model."""
+    """The whole leaves of a step whose leaves are shards of them, those of this process."""
 
     starts: Mapping[str, int]  # of each leaf, its first coordinate in the whole one
     sizes: Mapping[str, int]  # of each leaf, how many coordinates the whole one has
@@ -147,7 +147,7 @@ def on_shards(spread: Shards | None) -> Iterator[None]:
 
 
 def shards() -> Shards | None:
-    """What is known of the whole leaves where leaves are shards, else None."""
+    """The whole leaves where leaves are shards, else None."""
     return None if torch.compiler.is_compiling() else _shards.get()
 
 

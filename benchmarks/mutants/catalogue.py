@@ -87,7 +87,7 @@ MUTANTS = [
     ),
     *_of(
         "simulation/relative.py",
-        ("max(1, sum(delta.numel() for delta in deltas.values()))", "len(deltas)"),
+        ("max(1, whole_size(deltas))", "len(deltas)"),
         ("leaf.to(dtype) - origin.to(dtype)", "leaf.to(dtype)"),
         ("sigma=sigma * rms", "sigma=rms"),
     ),
@@ -332,7 +332,7 @@ MUTANTS = [
     ),
     *_of(
         "optim/muon.py",
-        ("leaf.ndim == 2 and leaf", "leaf.ndim == 2 or leaf"),
+        ("leaf.ndim == 2 and whole_size", "leaf.ndim == 2 or whole_size"),
         ("nesterov=True", "nesterov=False"),
         ("0 <= momentum < 1", "0 <= momentum <= 1"),
         ("MuonState(state.step + 1, ", "MuonState(state.step, "),
@@ -929,7 +929,7 @@ MUTANTS = [
         ("wide.abs() * weighted if adaptive else weighted", "weighted"),
         ("rho / (tree.global_norm(", "rho * (tree.global_norm("),
         ("(wide + step", "(wide - step"),
-        ("length = rho / (tree.sum_by_halves(sums).sqrt()", "length = rho / (tree.sum_by_halves(sums)"),
+        ("length = rho / (over_shards(squares).sqrt()", "length = rho / (over_shards(squares)"),
         ("theta.to(s.dtype).abs() * s if adaptive", "theta.to(s.dtype) * s if adaptive"),
     ),
     *_of(
@@ -974,7 +974,23 @@ MUTANTS = [
     *_of("simulation/state.py:check_max_norm", ("0 < max_norm < math.inf", "0 <= max_norm < math.inf")),
     *_of("scripts/train/launching.py", ("places = list(devices) or", "places = list(devices) * 2 or")),
     *_of("scripts/train/resuming.py:on_signals", ("if second_ends:", "if False:")),
-    *_of("parallel/replicas.py:_of_this_process", ('random.fold_in(key, f"rank:{dist.get_rank()}")', "key")),
+    *_of(
+        "parallel/sharded.py",
+        ("_swap(others)\n        try", "try"),
+        ("reshard(self.module)\n            _swap(others)", "reshard(self.module)"),
+        ("loss * one.factor, aux", "loss, aux"),
+        ("dist.all_reduce(found)", "pass"),
+        ("path: p.numel() for path, p in whole.items()", "path: local(p).numel() for path, p in self._leaves.items()"),
+        ("picks(path, shapes[path])", "picks(path, leaf)"),
+        ("MixedPrecisionPolicy(param_dtype=dtype, ", "MixedPrecisionPolicy("),
+    ),
+    *_of("ops/climb.py", ("over_shards(squares)", "squares")),
+    *_of("tree.py:global_norm", ("over_shards(total)", "total")),
+    *_of("simulation/state.py:draw_parts", ("starts = starts or shard_starts()", "pass")),
+    *_of(
+        "optim/muon.py:_on_shards", ("spread.whole(path, grad.lerp(buffer, momentum))", "grad.lerp(buffer, momentum)")
+    ),
+    *_of("parallel/replicas.py:of_this_process", ('random.fold_in(key, f"rank:{dist.get_rank()}")', "key")),
     *_of("evaluate/scoring.py:score_model", ("OTHERS + model if task in others else model", "model")),
     *_of(
         "report/tables.py:other_table",

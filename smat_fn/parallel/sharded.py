@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from .. import errors, random, tree
 from ..execution import Shards, on_shards
 from ..grad import ModuleLoss, loss_and_aux
+from ..grad.master_weights import FrozenRounded, ModuleMasterWeights
 from ..grad.modules import WrappedLoss
 from ..mat import asam, finetune, l2sp, mergopt, mixout, msam, smat
 from ..mat.step import State
@@ -44,15 +45,15 @@ class Sharded:
     the optimizers of `smat_fn.optim`, and others that are elementwise. Muon makes each direction in every process.
 
     Args:
-        loss_fn: runs the module's own forward pass.
+        loss_fn: runs the module's own forward pass; may have master weights, of which FSDP2 gathers rounded ones.
         build: of the method: that of `smat_fn.mat`'s finetune (default), smat, asam, msam, mergopt, l2sp or mixout.
         where: the masked set, by path.
         hyperparameters: those of ``build``, for smat without offload.
 
     Raises:
-        ValueError: lists a loss that runs the module otherwise (master weights, a linearised or compiled module,
-            adapters), another method and bad hyperparameters; in ``init`` an empty masked set with ``drop_prob > 0``,
-            and `smat_fn.optim.chain`, whose transforms would see shards.
+        ValueError: lists a loss that runs the module otherwise (a linearised or compiled module, adapters), another
+            method and bad hyperparameters; in ``init`` an empty masked set with ``drop_prob > 0``, and
+            `smat_fn.optim.chain`, whose transforms would see shards.
     """
 
     def __init__(
@@ -75,12 +76,13 @@ class Sharded:
             leaves = {path: p.detach() for path, p in loss_fn.module.named_parameters()}
             given = {"max_grad_norm": max_grad_norm, "donate": True, **hyperparameters}
             problems += errors.problems_of(build, loss_fn, optimizer, leaves, **given)
-        if getattr(type(loss_fn), "within", None) is not ModuleLoss.within:
+        inner, self._dtype = _unrounded(loss_fn)
+        if getattr(type(inner), "within", None) is not ModuleLoss.within:
             problems.append(
-                f"shards run the module itself, not as a {type(loss_fn).__name__} does: give the ModuleLoss inside it"
+                f"shards run the module itself, not as a {type(inner).__name__} does: give the ModuleLoss inside it"
             )
         errors.raise_problems(problems, "Sharded")
-        self._loss_fn, self._optimizer, self._build, self._where = loss_fn, optimizer, build, tree.predicate(where)
+        self._loss_fn, self._optimizer, self._build, self._where = inner, optimizer, build, tree.predicate(where)
         self._options = {"max_grad_norm": max_grad_norm, "donate": True, **hyperparameters}
 
     def init(self, params: Params) -> Any:
@@ -96,12 +98,12 @@ class Sharded:
         shapes, picks = {path: leaf.to("meta") for path, leaf in whole.items()}, self._where
         asked: Where | None = None if picks is None else lambda path, _: bool(picks(path, shapes[path]))
         errors.raise_problems(errors.problems_of(self._method, self._loss_fn, shapes, asked), "Sharded")
-        module = sharded_copy(self._loss_fn.module, whole)
+        module = sharded_copy(self._loss_fn.module, whole, self._dtype)
         self._leaves: dict[str, Any] = {path: p for path, p in module.named_parameters() if p.requires_grad}
         sizes = {path: p.numel() for path, p in whole.items()}
         self._spread = Shards(starts_in(self._leaves), sizes, _total, self._gathered, self._own)
         shards = self._shards()
-        base = tree.clone(shards) if SHARDED[self._build] else tree.tree_map(lambda leaf: leaf.to("meta"), shards)
+        base = self._theta_0(shards)
         method = self._method(_ShardedLoss(self._loss_fn, module, self._leaves), base, asked)
         self._update, state = method.update, method.init(shards)
         if wide := _not_elementwise(state.opt_state):
@@ -122,6 +124,17 @@ class Sharded:
                 shard.copy_(state.params[path])
         with on_shards(self._spread):
             return self._update(key, state._replace(params=shards), list(batch))
+
+    def _theta_0(self, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of the shards, in the module's dtypes where these hold the same values; no memory if none is read."""
+        if not SHARDED[self._build]:
+            return {path: shard.to("meta") for path, shard in shards.items()}
+        own = dict(self._loss_fn.module.named_parameters())
+        narrow = {path: shard.to(own[path].dtype, copy=True) for path, shard in shards.items()}
+        return {
+            path: n if torch.equal(n.to(s.dtype), s) else s.clone()
+            for (path, n), s in zip(narrow.items(), shards.values(), strict=True)
+        }
 
     def _method(self, loss_fn: ModuleLoss, base: Params, where: Where | None) -> Method:
         return self._build(loss_fn, self._optimizer, base, where=where, **self._options)
@@ -234,8 +247,11 @@ def _swap(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
             given.copy_(before)
 
 
-def sharded_copy(module: nn.Module, params: Mapping[str, Tensor]) -> nn.Module:
-    """A copy of the module on these parameters, the only ones trained, sharded by FSDP2: each block, then the rest."""
+def sharded_copy(module: nn.Module, params: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> nn.Module:
+    """A copy of the module on these parameters, the only ones trained, sharded by FSDP2: each block, then the rest.
+
+    Args: dtype: of all parameters while the module runs; None: their own.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -244,8 +260,10 @@ def sharded_copy(module: nn.Module, params: Mapping[str, Tensor]) -> nn.Module:
         if path in params:
             p.data = params[path].detach().clone()
         p.requires_grad_(path in params)
-    narrow = any(tree.compute_dtype(leaf) != leaf.dtype for leaf in params.values())
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if narrow else None)
+    narrow = dtype is not None or any(tree.compute_dtype(leaf) != leaf.dtype for leaf in params.values())
+    # the layers get what they get in a module that is not sharded
+    wide = torch.float32 if narrow else None
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide, cast_forward_inputs=False)
     # by default that of a GPU, to which weights would be moved from the CPU
     mesh = init_device_mesh(next(iter(params.values())).device.type, (dist.get_world_size(),))
     for block in _blocks(own):
@@ -256,6 +274,14 @@ def sharded_copy(module: nn.Module, params: Mapping[str, Tensor]) -> nn.Module:
             part.unshard()
             part.reshard()
     return own
+
+
+def _unrounded(loss_fn: Any) -> tuple[Any, torch.dtype | None]:
+    """The loss inside of master weights, and the dtype that they are rounded to: FSDP2 rounds what it gathers."""
+    if not isinstance(loss_fn, ModuleMasterWeights):
+        return loss_fn, None
+    inner = loss_fn.loss_fn
+    return inner.inner if isinstance(inner, FrozenRounded) else inner, loss_fn.dtype
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from smat_fn import checkpoint, lora
-from smat_fn.config import DIGITS, Adapters, Asam, Finetune, Mergopt, Orthoreg, Smat, resolve
+from smat_fn.config import DIGITS, Adapters, Asam, Dev, Finetune, Mergopt, Msam, Orthoreg, Smat, resolve
 from smat_fn.models import FullLoss
 from smat_fn.parallel import World
 from smat_fn.scripts.evaluate.evaluation import evaluate
@@ -135,12 +135,7 @@ def test_options_of_a_climb_and_of_pairs_are_of_their_own(suite):
     ]
     assert problems(replace(smat, rho=0.9, climb="both"), training(), alone) == []
     paired = replace(smat, antithetic=True, alpha_depth=(0.5, 1.5))
-    assert problems(paired, training(), alone) == []
-    texts = problems(paired, training(shard=True), World(0, 2))
-    assert [text.partition(":")[0] for text in texts] == [
-        "`shard` is not supported with `alpha_depth=(0.5, 1.5)`",
-        "`shard` is not supported with `antithetic=True`",
-    ]
+    assert problems(paired, training(), alone) == problems(paired, training(shard=True), World(0, 2)) == []
 
 
 def test_the_number_of_processes_is_a_setting_where_draws_depend_on_it():
@@ -181,25 +176,17 @@ def torchrun(*words):
 
 def test_what_shards_do_not_go_with_is_named():
     smat, sharded = DIGITS.methods["smat"], training(shard=True)
-    assert problems(smat, sharded, World(0, 2)) == []
+    all_but = replace(sharded, optimizer="muon", average="ema:0.9", dropout=True, precision="mixed")
+    for method in (smat, DIGITS.methods["asam"], Msam(), replace(smat, lam=0.3, period=None, climb="both")):
+        assert problems(method, all_but, World(0, 2)) == []
     assert problems(smat, sharded, World()) == ["`shard` needs several processes: start with torchrun"]
-    other = replace(
-        sharded, lora=Adapters(2, 4.0), average="ema:0.9", dropout=True, independent_draws=True, precision="mixed"
-    )
-    texts = problems(replace(DIGITS.methods["asam"]), replace(other, optimizer="muon"), World(0, 2), "cpu")
-    names = (
-        "adapters",
-        "muon",
-        "`average='ema:0.9'`",
-        "dropout",
-        "independent draws",
-        "`precision='mixed'`",
-        "`offload='cpu'`",
-    )
-    assert "`shard` supports ft and smat, not asam: leave it out" in texts
+    other = replace(sharded, lora=Adapters(2, 4.0), independent_draws=True, compiled=True, dev=Dev(2, "loss", None))
+    texts = problems(DIGITS.methods["orthoreg"], other, World(0, 2), "cpu")
+    names = "adapters", "evaluations while training", "`compile`", "independent draws", "`offload='cpu'`"
+    assert "`shard` is not supported with orthoreg, which looks at whole parameters: leave it out" in texts
     assert {f"`shard` is not supported with {name}: leave one of them out" for name in names} <= set(texts)
-    lam = replace(smat, lam=0.3, period=None)
-    assert problems(lam, sharded, World(0, 2)) == ["`shard` is not supported with `lam=0.3`: leave one of them out"]
+    texts = problems(replace(smat, sigma="auto"), sharded, World(0, 2))
+    assert texts == ["`shard` is not supported with sigma auto: leave one of them out"]
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import torch
 from smat_fn import draw, merge, optim, parallel, random, reweight, simulate, value_and_grad, where
 from smat_fn.data.batching import split_rows
 from smat_fn.grad import ModuleLoss, with_master_weights
-from smat_fn.mat import finetune, orthoreg, smat
+from smat_fn.mat import asam, finetune, orthoreg, smat
 from smat_fn.mat import weights as of_weights
 from smat_fn.mat.weights import SimulatedWeights
 from smat_fn.parallel import ALONE, replicas, world
@@ -258,7 +258,7 @@ def test_methods_take_the_same_steps_on_shards(found, name):
     assert own == found[1]["on shards"][name][1]
     torch.testing.assert_close(own, norms, rtol=1e-6, atol=0)
     # elsewhere weights depend on a norm, whose float32 sums end where a shard ends
-    exact = name in ("ft", "mergopt", "l2sp", "mixout", "smat", "by depth", "mixed")
+    exact = name in ("ft", "mergopt", "l2sp", "mixout", "smat", "by depth", "mixed", "rounded", "rounded, frozen")
     for path, leaf in wanted.items():
         torch.testing.assert_close(weights[path], leaf, rtol=0, atol=0 if exact else 1e-6)
     if name != "ft":
@@ -409,15 +409,35 @@ def merged_outputs(module, batch):
     return merge.task_arithmetic({"w": torch.zeros_like(out)}, [{"w": out}], coef=1.0)["w"].sum(), None
 
 
+def test_a_loss_on_shards_has_a_key_of_its_process():
+    module, seen = worker.model(torch.float32), []
+
+    def loss(module, batch, *, key):
+        seen.append(key)
+        return worker.squares(module, batch)
+
+    base = {path: p.detach() for path, p in module.named_parameters()}
+    batch = tuple(part.float() for part in worker.batch(0))
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        shards = parallel.Sharded(ModuleLoss(module, loss), optim.adam(1e-2), asam.build)
+        shards.update(KEY, shards.init(base), [Micro(parallel.Share(batch, 1.0)) for _ in range(2)])
+    finally:
+        torch.distributed.destroy_process_group()
+    step = random.fold_in(KEY, 0)
+    keys = [random.fold_in(random.fold_in(random.fold_in(step, f"loss:{i}"), "rank:0"), "loss") for i in range(2)]
+    assert torch.stack(seen).tolist() == torch.stack(keys * 2).tolist()
+
+
 def test_what_shards_would_ignore_or_get_wrong_is_refused(monkeypatch):
     module, adam = worker.model(torch.float32), optim.adam(1e-2)
     loss_fn = ModuleLoss(module, worker.squares)
     base = {path: p.detach() for path, p in module.named_parameters()}
     wrong = {"period": 2.5, "sigma": -1.0}
     with pytest.raises(
-        ValueError, match=r"Sharded: smat: sigma is -1.*; period is 2.5.*not as a ModuleMasterWeights does"
+        ValueError, match=r"Sharded: smat: sigma is -1.*; period is 2.5.*not as an? _AveragedModule does"
     ):
-        parallel.Sharded(with_master_weights(loss_fn), adam, smat.build, **wrong)
+        parallel.Sharded(with_master_weights(parallel.replicated(loss_fn)), adam, smat.build, **wrong)
     with pytest.raises(ValueError, match=r"smat\.build on shards has no engine, offload: leave it out"):
         parallel.Sharded(loss_fn, adam, smat.build, offload="cpu", engine="func")
     with pytest.raises(

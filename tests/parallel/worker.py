@@ -365,6 +365,8 @@ ON_SHARDS = {
     "by leaf": (smat, {"period": 1, "sigma_of": "leaf", "noise": "laplace", "antithetic": True}),
     "by depth": (smat, {"period": 2, "alpha_depth": (0.5, 1.5), "alpha_max": 1.2}),
     "mixed": (smat, {"lam": 0.3}),
+    "rounded": (smat, {"period": 2}),
+    "rounded, frozen": (smat, {"period": 2}),
     "muon": (smat, {"period": 2, "climb": "clean", "muon": True}),
 }
 SHARDED = Training(steps=7, lr=1e-2, optimizer="adamw", weight_decay=0.1, max_grad_norm=0.3, accumulate=2)
@@ -411,16 +413,25 @@ def on_shards():
 
 def stepped(name, build, batch_of=lambda part: part):
     """Weights after five steps of a method on two micro-batches, and the norms of the steps; whole ones of shards."""
-    suite, (method, options) = blocks(), ON_SHARDS[name]
+    method, options = ON_SHARDS[name]
+    rounded = "rounded" in name
+    suite = blocks(dtype=torch.bfloat16 if name == "rounded" else torch.float32)
+    start, loss_fn = tree.cast(suite.base, torch.float32), suite.loss_fn("task")
+    if name == "rounded, frozen":
+        loss_fn.module.layers[1].bias.requires_grad_(False)
+        del start["layers.1.bias"]
+    if rounded:
+        loss_fn = with_master_weights(loss_fn)
     strengths = STRENGTHS if method is smat else {}
     given = {"where": suite.where, **strengths, **options}
     optimizer = optim.adamw(1e-2, weight_decay=0.1)
     if given.pop("muon", False):
         optimizer = optim.muon(1e-2, rest=optimizer, where=suite.where, weight_decay=0.1)
-    own = build(method.build, suite.loss_fn("task"), optimizer, suite.base, **given)
-    state, norms = own.init(suite.base), []
+    own = build(method.build, loss_fn, optimizer, start, **given)
+    state, norms = own.init(start), []
     for step in range(5):
-        parts = [Micro(batch_of(suite.batch("task", KEY, 2 * step + half))) for half in range(2)]
+        found = [suite.batch("task", KEY, 2 * step + half) for half in range(2)]
+        parts = [Micro(batch_of(tuple(part.bfloat16() if rounded else part for part in one))) for one in found]
         state, info = own.update(KEY, state, parts)
         norms.append(info.grad_norm)
     return tree.flatten(getattr(own, "whole", lambda state: state)(state).params), norms

@@ -122,7 +122,7 @@ class ProcessSettings:
     threads: int = 1
     """CPU threads; small models are fastest with one. Results are bit-identical at the same number."""
     shard: bool = False
-    """With torchrun: split weights, gradients and the optimizer's state over the processes (FSDP2); ft and smat."""
+    """With torchrun: split weights, gradients and the optimizer's state over the processes (FSDP2)."""
     compile: bool = False
     """Compile the model's forward and backward pass with torch.compile (Inductor); results agree within rounding."""
     independent_draws: bool = False

@@ -136,7 +136,6 @@ def _shard_problems(method: MethodConfig, training: Training, world: World, plac
         "evaluations while training": training.dev is not None,
         "`compile`": training.compiled,
         "independent draws": training.independent_draws,
-        "`precision='mixed'`": training.precision == "mixed",
         "sigma auto": sigma_is_auto(method),
         f"`offload={place!r}`": place not in ("auto", "device"),
     }
