@@ -984,7 +984,7 @@ MUTANTS = [
         ("picks(path, shapes[path])", "picks(path, leaf)"),
         ("MixedPrecisionPolicy(param_dtype=dtype, ", "MixedPrecisionPolicy("),
     ),
-    *_of("ops/climb.py", ("over_shards(squares)", "squares")),
+    *_of("ops/climb.py:climb_into", ("over_shards(squares)", "squares")),
     *_of("tree.py:global_norm", ("over_shards(total)", "total")),
     *_of("simulation/state.py:draw_parts", ("starts = starts or shard_starts()", "pass")),
     *_of(
