@@ -218,7 +218,7 @@ class _ShardedLoss(WrappedLoss):
             loss, aux = run(self.module)
             loss.backward()
         grads = []
-        for p in self._leaves.values():
+        for p in (self._leaves[path] for path in leaves):
             grads.append(torch.zeros_like(local(p)) if p.grad is None else local(p.grad))
             p.grad = None
         mean = loss.detach().double()
