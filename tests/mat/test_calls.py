@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from smat_fn import grad, optim, random, tree
 from smat_fn.mat import asam, finetune, smat
 from smat_fn.ops import launch, library
+from smat_fn.types import Micro
 
 from ..parallel.devices import FIRST, SECOND, Placed, Places
 
@@ -60,20 +61,21 @@ METHODS = {
 LAUNCHES = {"smat": 3, "smat clean": 2, "finetune": 2, "asam": 4}
 
 
-def around(name, layers, *, inside, mixed=False):
-    """Calls of one update less those of its passes alone."""
+def around(name, layers, *, inside, mixed=False, weights=()):
+    """Calls of one update less those of its passes alone. Args: weights: of micro-batches, without any one batch."""
     method, options, passes = METHODS[name]
-    base, batch, key = llama(layers), torch.ones(()), random.key(0)
+    base, one, key = llama(layers), torch.ones(()), random.key(0)
+    batch = [Micro(one, weight) for weight in weights] or one
     if mixed:
         base["model.norm.weight"] = base["model.norm.weight"].double()
     optimizer = optim.adamw(1e-3, weight_decay=0.1, fused=True)
     updates = method.build(loss, optimizer, base, max_grad_norm=0.1, donate=True, **options)
     state, _ = updates.update(key, updates.init(base), batch)
     with Calls() as own:
-        grad.value_and_grad(loss, engine="autograd")(base, batch)
+        grad.value_and_grad(loss, engine="autograd")(base, one)
     with Calls(inside=inside) as calls:
         updates.update(key, state, batch)
-    for _ in range(passes):
+    for _ in range(passes * max(1, len(weights))):
         calls.found -= own.found
     return calls.found
 
@@ -83,6 +85,15 @@ def test_a_step_makes_below_sixty_calls_whatever_the_number_of_leaves(name):
     few, many = around(name, 1, inside=False), around(name, 16, inside=False)
     assert few == many
     assert many.total() + HALVINGS < 60
+
+
+def test_micro_batches_add_five_calls_each_whatever_the_number_of_leaves():
+    weights = 1.0, 2.0, 3.0
+    few, many = (around("smat", layers, inside=False, weights=weights) for layers in (1, 16))
+    for found in (few, many):
+        del found["aten::empty_like"]  # memory of sums, one a leaf, which nothing is launched for
+    assert few == many
+    assert many.total() + HALVINGS < 60 + 5 * len(weights)
 
 
 def on_two(params, batch):

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from smat_fn import optim, random, testing, tree
 from smat_fn.data import text
 from smat_fn.data.batching import split_rows
+from smat_fn.mat import step
 from smat_fn.types import Micro, Optimizer
 
 METHODS = {
@@ -96,6 +97,29 @@ def test_the_mean_over_all_tokens_comes_out(name, parts):
     # equal weights would be another objective
     even = gradients(name, next_token, [[Micro(part.batch) for part in parts] for parts in micro])
     assert (even[0]["out"] - want[0]["out"]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), (1.0, 2.0, 5.0)])
+def test_sums_of_many_leaves_at_once_are_those_of_each_leaf_bit_for_bit(weights, monkeypatch):
+    shapes = {f"{name}{i}": (3 * i,) if i else () for i in range(4) for name in ("float32.", "bfloat16.", "float64.")}
+    leaves = {path: torch.empty(shape, dtype=getattr(torch, path[:-2])) for path, shape in shapes.items()}
+    shared = torch.randn(7, 5, generator=torch.Generator().manual_seed(1))
+    given = [testing.random_tree(seed, shapes) for seed in range(3)]
+    given = [{path: g.to(leaves[path].dtype) for path, g in own.items()} for own in given]
+    for own in given:  # one tensor of two leaves, one that is not contiguous, one that is expanded
+        own |= {"one": shared, "two": shared, "turned": shared.T, "wide": shared[0, 0].expand(6)}
+    before = [tree.clone(own) for own in given]
+
+    def mean():
+        batch = [Micro(i, weight) for i, weight in enumerate(weights)]
+        return step.accumulate(lambda params, i: ((torch.zeros(()), None), given[i]), given[0], batch)[2]
+
+    monkeypatch.setattr(step, "GROUP", 10)
+    found = mean()
+    monkeypatch.setattr(step, "_plain", lambda leaves: False)
+    testing.assert_trees_equal(found, mean())
+    for own, old in zip(given, before, strict=True):
+        testing.assert_trees_equal(own, old)
 
 
 def test_micro_batches_of_text_are_trimmed_and_weighted_by_supervised_tokens():
