@@ -139,6 +139,7 @@ def test_the_memory_of_a_large_embedding_is_a_few_squares_of_its_columns():
         rule = config.rule(InMemory(leaves, dict.fromkeys("abcd", leaves)))
         assert [rule.at_once(leaves, path) for path in leaves] == [4096 * 4096, 32000 * 4096]
         assert config.streams(large, 4)
+        assert config.streams((128256, 2048), 4)  # the embedding of Llama-3.2-1B
         assert not config.streams(plain, 4)  # merged whole, as it always was
         assert not config.streams(large[::-1], 4)
         assert config.memory({"embed": leaves["embed"]}, 4) == (each * 4 + 96) * 4096**2

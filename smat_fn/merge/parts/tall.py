@@ -19,7 +19,7 @@ from torch import Tensor
 from .merger import Mapped
 
 Blocks: TypeAlias = Callable[[], Iterator[list[Tensor]]]  # the experts' rows, block by block, the same at each call
-LARGE = 1 << 28  # coordinates; up to them matrices are decomposed whole
+LARGE = 1 << 26  # coordinates; up to them matrices are decomposed whole
 STEEP = 8  # rows for a column
 HELD = 96  # bytes for each number of a square of the columns, beside 12 for each expert
 LONG = 4096  # so much of a long side counts in `negligible`
