@@ -261,12 +261,12 @@ def find(rows: Iterable[Result], runs: Iterable[Run], *, split: str, reference: 
 
 
 def _suite_differences(runs: Iterable[Run]) -> list[str]:
-    """Differences between suites, except for seeds and devices, and tasks, which the scores tell."""
+    """Differences between suites, except for seeds, memory and devices, and tasks, which the scores tell."""
     values: dict[str, set[str]] = {}
     for run in runs:
         for name, value in run.suite.items():
             values.setdefault(name, set()).add(json.dumps(value))
-    ignored = ("seed", "device", "decode_batch", "tasks")
+    ignored = ("seed", "device", "decode_batch", "gradient_checkpointing", "tasks")
     return [
         f"runs differ in {name} ({', '.join(sorted(found))})"
         for name, found in values.items()

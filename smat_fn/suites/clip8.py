@@ -158,6 +158,7 @@ class Clip8(EncoderSuite):
         if isinstance(model, clip.Clip):
             _check_sizes(self._firsts, (model.image_size, model.image_size))
         self._top = self._states_of(model)
+        self.same_bits = ("gradient_checkpointing",) if own.train_layers is None else ()
         self.losses = {task: self._loss(model, head.to(self.device)) for task, head in self._heads.items()}
         reads = None if of_texts else frozenset(model.module.state_dict())  # heads of a CLIP are from its texts
         super().__init__(tasks=tasks, base=model.params, where=model.where, seed=seed, reads=reads)

@@ -86,6 +86,7 @@ class BaseSuite:
     notes: tuple[str, ...] = ()
     made: Mapping[str, tuple[str, ...]] = MappingProxyType({})  # splits of a task that were made of its training rows
     reads: frozenset[str] | None = None
+    same_bits: tuple[str, ...] = ()  # options of memory and time that change no bit of an expert
     plain: frozenset[str] = frozenset()  # language tasks whose rows are plain texts
     untrained: Mapping[str, Tensor] = MappingProxyType({})
     loss_fn: Any

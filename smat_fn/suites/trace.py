@@ -202,6 +202,9 @@ class Trace(BaseSuite):
         cut: dict[str, Any] = {name: getattr(own, name) for name in ("max_length", "truncate", "mask_prompt")}
         self._tokens = Tokens(self._lm, self._rows, self._chats, self.plain, **cut)
         self.split = self._tokens.form.split
+        # T5's position bias takes another attention kernel; the top layers alone are trained on states
+        same = not is_pair(lm) and own.train_layers is None
+        self.same_bits = ("gradient_checkpointing",) if same else ()
         for task in own.only or tasks:
             decoded = task not in TASKS and not self._by_likelihood(task)
             self.notes += (*self._cut_off(task), *self._joined(task)) if decoded else ()

@@ -454,3 +454,7 @@ def test_what_is_there_twice_counts_once_and_what_contradicts_is_refused(make):
     with pytest.raises(ValueError, match=r"runs differ in name \(\"game\", \"toy\"\): make a report for each suite"):
         build_report(rows + more, runs + other)
     assert build_report(rows, runs + other)  # whose scores are not asked for
+    memory = {"name": "toy", "gradient_checkpointing": True}
+    saving = [run.__class__(**{**vars(run), "suite": {**run.suite, **memory}}) for run in other]
+    plain = [run.__class__(**{**vars(run), "suite": {**run.suite, "gradient_checkpointing": False}}) for run in runs]
+    assert build_report(rows + more, plain + saving)  # memory makes no other suite

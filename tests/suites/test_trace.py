@@ -1039,7 +1039,11 @@ def test_a_task_that_comes_later_joins_a_run_whose_model_and_data_have_moved(loa
         train_run(load(max_length=20, **places), Finetune(), training, own)
     with pytest.raises(ValueError, match=f"suite.model was {folders / 'model'}, is {model}, suite.train_layers was N"):
         train_run(load(train_layers=1, **places), Finetune(), training, own)
-    train_run(load(**places), Finetune(), training, own, report=told.append)
+    saving = {"gradient_checkpointing": True, **places}
+    with pytest.raises(ValueError, match=r"suite\.gradient_checkpointing was False, is True, suite\.train_layers"):
+        train_run(load(train_layers=1, **saving), Finetune(), training, own)
+    # an option that changes no bit
+    train_run(load(**saving), Finetune(), training, own, report=told.append)
     assert told[0].startswith(
         f"note: model was {folders / 'model'}, is {model}: weights and tokens of training rows ar"
     )

@@ -184,7 +184,7 @@ def _loaded(
     options: Mapping[str, Any],
     loaded: dict[str, tuple[Suite, str]],
 ) -> tuple[Suite, str]:
-    """The suite of a recipe, of a model that is loaded once for all recipes that differ in tasks alone."""
+    """The suite of a recipe, of a model that is loaded once for all recipes that differ in tasks and memory alone."""
     if (kind := _but_tasks({**recipe, **options})) not in loaded:
         alike = (other for other in every if other and _but_tasks({**other, **options}) == kind)
         suite = load_suite(**{**(with_tasks_of(alike) or recipe), **options})
@@ -200,8 +200,12 @@ def _loaded(
 
 
 def _but_tasks(recipe: Mapping[str, Any]) -> str:
-    """A recipe without its tasks, as a key."""
-    return json.dumps({name: value for name, value in recipe.items() if name != "tasks"}, default=repr)
+    """A recipe without its tasks, as a key; without an option of the backward pass too, unless it changes the forward.
+
+    Of top layers alone (``train_layers``) the states of the others are kept only without gradient checkpointing.
+    """
+    ignored = ("tasks",) if recipe.get("train_layers") else ("tasks", "gradient_checkpointing")
+    return json.dumps({name: value for name, value in recipe.items() if name not in ignored}, default=repr)
 
 
 def _implied_suite(folder: Path, options: Mapping[str, Any]) -> dict[str, Any] | None:

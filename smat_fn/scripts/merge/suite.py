@@ -123,9 +123,13 @@ def _suite_problems(
 
 
 def unlike(first: Mapping[str, Any], other: Mapping[str, Any], task: str) -> list[str]:
-    """The options in which two recipes of suites differ, but for tasks, and for what they say of other tasks."""
+    """The options in which two recipes of suites differ, but for tasks, and for what they say of other tasks.
+
+    Gradient checkpointing is an option of the backward pass, which no score needs.
+    """
     both = {name: [value_for(task, name, r) for r in (first, other)] for name in dict.fromkeys((*first, *other))}
-    return [f"{name} {b}, of the first {a}" for name, (a, b) in both.items() if name != "tasks" and a != b]
+    ignored = "tasks", "gradient_checkpointing"
+    return [f"{name} {b}, of the first {a}" for name, (a, b) in both.items() if name not in ignored and a != b]
 
 
 def of_base(implied: Mapping[str, Any], base: Path) -> dict[str, Any]:

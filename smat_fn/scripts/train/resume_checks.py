@@ -13,11 +13,19 @@ from . import resuming
 from .options import RunOptions
 
 
-def check_resumed(run: RunOptions, experts: Mapping[str, Mapping[str, Any]], report: Callable[[str], None]) -> None:
+def check_resumed(
+    run: RunOptions,
+    experts: Mapping[str, Mapping[str, Any]],
+    report: Callable[[str], None],
+    *,
+    same_bits: Collection[str] = (),
+) -> None:
     """Raises: ValueError that lists experts and checkpoints of other settings or rows, and damaged experts.
 
     A label that is given is a new name. Tasks may have come beside, and folders of data and model may have moved:
     hashes compare what is in them. A model of another place is reported, since its configuration has none.
+
+    Args: same_bits: options of the suite that change no bit, which are not compared.
     """
     out, problems, edited, damaged, moved = run.out, list[str](), list[str](), list[str](), dict[str, None]()
     for task, facts in experts.items():
@@ -41,6 +49,7 @@ def check_resumed(run: RunOptions, experts: Mapping[str, Mapping[str, Any]], rep
         begun = f"changed since {task} in {out} was begun"
         others = {name: value for name, value in facts.items() if name != "train_rows"}
         besides = _not_compared(task, found, facts, relabels=bool(run.label))
+        besides += [f"suite.{name}" for name in same_bits]
         old, model = ((settings.get("suite") or {}).get("model") for settings in (found, facts))
         if old != model and "inputs" in rows and _holds_all(facts["suite"]):
             besides.append("suite.model")

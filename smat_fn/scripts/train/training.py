@@ -177,7 +177,8 @@ def train_run(
         if world.leads:
             _hold(run, held)
             if run.resume:
-                check_resumed(run, {expert.task: expert.facts for expert in experts}, report)
+                same = getattr(suite, "same_bits", ())
+                check_resumed(run, {expert.task: expert.facts for expert in experts}, report, same_bits=same)
             fingerprint = experts[0].facts["base_fingerprint"]
             with _locked_base(run.out):
                 _write_base(run.out / checkpoint.BASE, suite, fingerprint, overwrite=run.overwrite)
