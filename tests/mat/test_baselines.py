@@ -1,6 +1,7 @@
 """ASAM, MergOPT and OrthoReg against second computations: numpy, closed forms, definitions written out again."""
 
 import math
+import weakref
 from functools import partial
 
 import numpy as np
@@ -65,6 +66,25 @@ def test_asam_climbs_by_the_closed_form_and_descends_from_theta(problem, adaptiv
     at = theta + climb - c
     np.testing.assert_allclose(info.climbed_loss, 0.5 * at @ h @ at, rtol=1e-12)
     np.testing.assert_allclose(info.grad_norm, np.linalg.norm(h @ at), rtol=1e-6)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_asam_keeps_no_first_gradient_beside_the_climbed_weights(donate, problem, monkeypatch):
+    hessian, center, start = problem
+    accumulate, first, alive = asam.step.accumulate, dict[str, weakref.ref](), []
+
+    def watched(at, params, batch):
+        if first:
+            alive.extend(first[path]() is leaf for path, leaf in params.items())
+            alive.extend(ref() is not None for ref in first.values())
+        loss, aux, grads = accumulate(at, params, batch)
+        first.update({path: weakref.ref(leaf) for path, leaf in grads.items()})
+        return loss, aux, grads
+
+    monkeypatch.setattr(asam.step, "accumulate", watched)
+    method = asam.build(quadratic(hessian, center), optim.adam(1e-3), start, donate=donate)
+    method.update(KEY, method.init(start), 0)
+    assert alive == [donate] * 4  # the climbed weights stand in its memory, or it is freed
 
 
 def test_the_climb_has_length_rho_in_units_of_the_weights(problem):
