@@ -149,14 +149,19 @@ FORWARD = [(path,) for path in BASE]
 PASS = FORWARD + FORWARD[:0:-1]
 
 
+def elsewhere(machine):
+    """What a caller does who goes on on another stream."""
+    other = Stream(machine)
+    other.wait_stream(machine.now)
+    machine.main = machine.now = other
+
+
 def buffered(machine, runtime):
     """Three periods of a buffer that the main stream reads and overwrites, the second on another main stream."""
     buffer, found = BaseBuffer(BASE, BASE, slices=3, runtime=runtime), []
     for period in range(3):
-        if period == 1:  # what a caller does who goes on on another stream
-            other = Stream(machine)
-            other.wait_stream(machine.now)
-            machine.main = machine.now = other
+        if period == 1:
+            elsewhere(machine)
         for _ in range(2 + period % 2):
             buffer.prefetch()
         taken = buffer.take()
@@ -167,9 +172,13 @@ def buffered(machine, runtime):
 
 
 def lent(machine, runtime):
-    """A buffer whose memory the main stream writes before the first copy, and after copies that are lost."""
+    """A buffer whose memory the main stream writes before the first copy, and after copies that are lost; the last time
+    on another main stream.
+    """
     buffer, found = BaseBuffer(BASE, BASE, slices=3, runtime=runtime), []
     for early in range(3):
+        if early == 2:
+            elsewhere(machine)
         for _ in range(early):
             buffer.prefetch()
         for leaf in buffer.memory().values():
@@ -179,9 +188,14 @@ def lent(machine, runtime):
 
 
 def streamed(machine, runtime):
-    """Passes in one order, in another, and one that is cut short; what is read of each group."""
+    """Passes in one order, in another, and one that is cut short; what is read of each group.
+
+    From the third one on the main stream is another one, to which what is held and what is ahead is handed on.
+    """
     source, found = StreamedBase(BASE, BASE, ahead=2, runtime=runtime), []
-    for order in (PASS, PASS, FORWARD[::-1], PASS[:4], FORWARD):
+    for turn, order in enumerate((PASS, PASS, FORWARD[::-1], PASS[:4], FORWARD)):
+        if turn == 2:
+            elsewhere(machine)
         for group in order:
             (leaf,) = source.get(group)
             found.append({group[0]: leaf.clone()})
