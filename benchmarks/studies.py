@@ -25,7 +25,7 @@ from .digits_mergers import MERGERS
 from .methods import Candidate, Options, Protocol, Stage, replaced, say
 from .study import asked, first_rows
 from .study.grids import Axis, Grid, Widening, widening
-from .study.trial import time_kinds
+from .study.trial import Kind, Seconds, kind_of, time_kinds
 
 TRIAL_SEED = 10  # of no stage
 
@@ -264,30 +264,32 @@ def main(
 
 
 def forecast(protocol: Protocol, jobs: int) -> str:
-    """Minutes of both stages on the device at hand: a few steps and dev scores of every method, multiplied."""
-    firsts = {candidates[0].method.name: (label, candidates[0]) for label, candidates in protocol.grids.items()}
-    steps = {name: first.training.length for name, (_, first) in firsts.items()}
+    """Minutes of both stages on the device at hand: a few steps of every method and scores of every task, multiplied.
 
-    def seconds_of(*, tuning: bool) -> dict[str, float]:
+    Without merging, which takes no data.
+    """
+    firsts = {kind_of(*candidates[0]): (label, candidates[0]) for label, candidates in protocol.grids.items()}
+
+    def seconds_of(*, tuning: bool) -> dict[Kind, Seconds]:
         trials = [protocol.trial(label, first, TRIAL_SEED, tuning=tuning) for label, first in firsts.values()]
-        return {kind[0]: value for kind, value in time_kinds(trials).items()}
+        return time_kinds(trials, test=not tuning)
 
-    whole = seconds_of(tuning=False)
-    tuned = seconds_of(tuning=True) if protocol.tuned_on else whole
+    whole, tuned = seconds_of(tuning=False), seconds_of(tuning=True) if protocol.tuning else {}
 
-    def minutes(one: Candidate, seconds: Mapping[str, float]) -> float:
-        return seconds[one.method.name] / 60 * one.training.length / steps[one.method.name]
+    def minutes(one: Candidate, seconds: Mapping[Kind, Seconds]) -> float:
+        step, scores = seconds[kind_of(*one)]
+        return (step * one.training.length + scores) / 60
 
     lines, parts = [], {"tuning": 0.0, "evaluation": 0.0}
     for label, candidates in protocol.grids.items():
         found = [minutes(one, whole) for one in candidates]
-        tuning = sum(minutes(one, tuned) for one in candidates) * len(protocol.tuning)
+        tuning = sum(minutes(one, tuned) for one in candidates) * len(protocol.tuning) if tuned else 0.0
         middle = sorted(found)[len(found) // 2]
         parts["tuning"] += tuning
         parts["evaluation"] += middle * len(protocol.evaluation)
         lines.append(f"{label}: {middle:.1f} min a trial, {tuning:.1f} min of tuning")
     stages = ", ".join(f"{stage} {value / jobs:.0f} min" for stage, value in parts.items())
-    return "\n".join([*lines, f"in {jobs} processes, if they do not slow each other down: {stages}"])
+    return "\n".join([*lines, f"in {jobs} processes, if they do not slow each other down, without merging: {stages}"])
 
 
 def _about(middle: float) -> tuple[float, float, float]:

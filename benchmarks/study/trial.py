@@ -71,8 +71,8 @@ class Trial(NamedTuple):
         return load_suite(**recipe, seed=self.seed)
 
     def kind(self) -> Kind:
-        """The method and the optimizer, which determine the time of a trial."""
-        return self.method.name, self.training.optimizer
+        """The method with its climb and the optimizer, which determine the time of a step."""
+        return kind_of(self.method, self.training)
 
     def __str__(self) -> str:
         """Label, learning rates and seed; the hyperparameters that differ from the preset's."""
@@ -85,18 +85,35 @@ class Trial(NamedTuple):
         return f"{self.label}{values}, seed {self.seed}"
 
 
-def time_kinds(trials: Sequence[Trial], steps: int = 12) -> dict[tuple[str, str], float]:
-    """Seconds that each trial would take alone: a few steps and a dev score of every task, times how many there are.
+class Seconds(NamedTuple):
+    """Time of one trial that runs alone, all tasks together."""
 
-    The suites' bases must be in the cache. The first steps, which warm up, do not count.
+    step: float  # a step of each task's training
+    scores: float  # of all models that are scored
+
+
+def kind_of(method: MethodConfig, training: Training) -> Kind:
+    """`Trial.kind` of every trial of a method and its training."""
+    return f"{method.name} {getattr(method, 'climb', None) or ''}".strip(), training.optimizer
+
+
+def time_kinds(trials: Sequence[Trial], steps: int = 12, *, test: bool = False) -> dict[Kind, Seconds]:
+    """Seconds of a step by kind, and of the scores: a few steps and one score of every task, times how many there are.
+
+    The suites' bases must be in the cache. The first steps, which warm up, do not count. Merging is left out.
+
+    Args: test: experts and merged models are also scored on test.
     """
-    from smat_fn.scripts.train.loop import budget, train_expert
+    from smat_fn.scripts.train.loop import train_expert
 
-    found = dict[Kind, float]()
-    suites = dict[str, Any]()
+    found = dict[Kind, Seconds]()
+    suites, scores = dict[str, Any](), dict[str, float]()
     for trial in trials:
         recipe, total = json.dumps([trial.facts()["suite"], trial.seed]), 0.0
         suite = suites[recipe] = suites.get(recipe) or trial.load()
+        if recipe not in scores:  # the methods' experts take equally long
+            numbers = {"dev": _candidates(trial), **({"test": 1 + len(trial.merging())} if test else {})}
+            scores[recipe] = sum(n * _score(suite, task, name) for task in suite.tasks for name, n in numbers.items())
         period = getattr(trial.method, "period", None) or 1
         taken, whole = whole_periods(steps, period)
         short = replace(trial.training, steps=taken)
@@ -104,15 +121,18 @@ def time_kinds(trials: Sequence[Trial], steps: int = 12) -> dict[tuple[str, str]
             stamps: list[float] = []
             tick = partial(_tick, stamps)
             train_expert(suite, task, trial.method, short, seed=trial.seed, on_step=tick)
-            step = (stamps[-1] - stamps[-1 - whole]) / whole
-            scores = [time.perf_counter()]
-            while len(scores) < 4 and scores[-1] - scores[0] < 2:  # the median of three, of slow ones fewer
-                suite.score(suite.base, task, "dev")
-                scores.append(time.perf_counter())
-            score = median(b - a for a, b in pairwise(scores))
-            total += budget(suite, task, trial.training).length * step + _candidates(trial) * score
-        found[trial.kind()] = total
+            total += (stamps[-1] - stamps[-1 - whole]) / whole
+        found[trial.kind()] = Seconds(total, scores[recipe])
     return found
+
+
+def _score(suite: Any, task: str, split: str) -> float:
+    """Seconds of a score: the median of three, of slow ones fewer."""
+    stamps = [time.perf_counter()]
+    while len(stamps) < 4 and stamps[-1] - stamps[0] < 2:
+        suite.score(suite.base, task, split)
+        stamps.append(time.perf_counter())
+    return median(b - a for a, b in pairwise(stamps))
 
 
 def whole_periods(steps: int, period: int) -> tuple[int, int]:

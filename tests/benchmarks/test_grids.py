@@ -10,6 +10,7 @@ from benchmarks import digits_lora, digits_onepass, methods, studies
 from benchmarks.methods import Candidate
 from benchmarks.study import asked, first_rows, grids
 from benchmarks.study.grids import Axis, Grid
+from benchmarks.study.trial import Seconds
 from smat_fn.config import DIGITS, Training
 from smat_fn.evaluate import Result
 from smat_fn.evaluate.results import EXPERT
@@ -196,17 +197,28 @@ def test_a_study_may_score_the_first_rows_alone(tmp_path):
 def test_a_forecast_multiplies_the_seconds_of_a_trial(monkeypatch):
     protocol = studies.study("vit", "/model", "/data", {}).protocol
 
-    def seconds(trials):  # 60 with all tasks, 20 with those of tuning
-        return {trial.kind(): 20.0 if "tasks" in dict(trial.options) else 60.0 for trial in trials}
+    def seconds(trials, *, test):  # of 300 steps and of scores
+        assert test == all("tasks" not in dict(trial.options) for trial in trials)
+        slower = {"asam": 2, "smat both": 3}
+        return {
+            trial.kind(): Seconds(slower.get(trial.kind()[0], 1) * (60 if test else 20) / 300, 60 if test else 10)
+            for trial in trials
+        }
 
     monkeypatch.setattr(studies, "time_kinds", seconds)
     lines = studies.forecast(protocol, jobs=2).splitlines()
-    # of two with one method the last one is timed: of asam that with 150 steps
-    assert lines[0] == "FT: 1.0 min a trial, 1.0 min of tuning"  # three candidates, a third of a minute each
-    assert lines[-2] == "ASAM, half the steps: 1.0 min a trial, 1.0 min of tuning"
-    assert lines[-3] == "ASAM: 2.0 min a trial, 2.0 min of tuning"
-    # (5 * 1 + 2) / 2, 3 * (5 * 1 + 2) / 2
-    assert lines[-1].endswith("tuning 4 min, evaluation 10 min")
+    assert lines == [
+        "FT: 2.0 min a trial, 1.5 min of tuning",  # three candidates, half a minute each
+        "SMAT: 2.0 min a trial, 1.5 min of tuning",
+        "SMAT climbing: 4.0 min a trial, 3.5 min of tuning",
+        "MSAM: 2.0 min a trial, 1.5 min of tuning",
+        "ASAM: 3.0 min a trial, 2.5 min of tuning",
+        "ASAM, half the steps: 2.0 min a trial, 1.5 min of tuning",
+        # 12 / 2, 3 * 15 / 2
+        "in 2 processes, if they do not slow each other down, without merging: tuning 6 min, evaluation 22 min",
+    ]
+    once = studies.forecast(protocol._replace(tuning=()), jobs=2).splitlines()
+    assert once[0] == "FT: 2.0 min a trial, 0.0 min of tuning"
 
 
 def test_results_name_the_gpu_that_suites_take(tmp_path, monkeypatch):

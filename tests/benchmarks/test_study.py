@@ -17,7 +17,8 @@ from scipy import stats
 from benchmarks import by_seed, digits_methods, methods, minilm_methods, readme
 from benchmarks import digits as benchmark
 from benchmarks.study import by_data
-from benchmarks.study.trial import Trial, _tick, whole_periods
+from benchmarks.study import trial as study_trial
+from benchmarks.study.trial import Trial, _tick, time_kinds, whole_periods
 from benchmarks.study.trials import OUTCOME, outcome, rows_of, run_trial, run_trials
 from smat_fn import checkpoint, config, machine, merge
 from smat_fn.config import DIGITS, Dare, Ties, Training
@@ -29,7 +30,7 @@ from smat_fn.scripts.merge import in_memory, settings, statistics
 from smat_fn.scripts.merge.choosing import calibrate
 from smat_fn.scripts.merge.inputs import load_inputs
 from smat_fn.scripts.run_folder import find_inputs
-from smat_fn.scripts.train import training
+from smat_fn.scripts.train import loop, training
 from smat_fn.suites import digits, load_suite
 from smat_fn.suites.digits_base import Examples
 
@@ -200,6 +201,22 @@ def test_a_trial_is_named_by_all_that_decides_it(one, tmp_path, monkeypatch):
 )
 def test_whole_periods_are_timed(steps, period, taken, counted):
     assert whole_periods(steps, period) == (taken, counted)
+
+
+def test_the_seconds_of_a_kind_are_those_of_a_step_and_of_all_scores(one, monkeypatch):
+    def train(suite, task, method, short, *, seed, on_step):
+        for step in range(short.steps):
+            on_step(step, SimpleNamespace(loss=torch.ones(())))
+
+    monkeypatch.setattr(loop, "train_expert", train)
+    monkeypatch.setattr(Trial, "load", lambda trial: SimpleNamespace(tasks=("rot90", "stripes")))
+    monkeypatch.setattr(study_trial, "_score", lambda suite, task, split: {"dev": 1.0, "test": 100.0}[split])
+    climbing = one._replace(method=replace(one.method, climb="both"))
+    found = time_kinds([one, climbing], 4, test=True)
+    assert found.keys() == {("smat", "adam"), ("smat both", "adam")}
+    assert {own.scores for own in found.values()} == {2 * (1 + 2 * (len(merge.COEFS) + 1) + 100 * 4)}
+    assert all(own.step > 0 for own in found.values())
+    assert {own.scores for own in time_kinds([one], 4).values()} == {2 * (1 + 2 * (len(merge.COEFS) + 1))}
 
 
 def test_a_step_that_is_timed_ends_when_its_loss_is_there():
