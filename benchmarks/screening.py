@@ -21,12 +21,13 @@ from smat_fn.checkpoint import write_text
 from smat_fn.config import DIGITS, L2sp, MergerConfig, MethodConfig, Mixout, Msam, Talos, Training, TsvMerge, settings
 from smat_fn.evaluate.statistics import paired
 
-from .methods import complete_seeds, replaced, say
+from .methods import Options, complete_seeds, replaced, say
 from .readme import table
 
 COMMAND = "python -m benchmarks screening"
 SEEDS = tuple(range(111, 119))
 USED = {*range(12), *range(21, 24), *range(31, 34), *range(41, 51), *range(101, 110)}  # by protocols, searches, pilots
+USED |= {*range(131, 151), 301, *range(311, 319)}  # by later protocols
 MERGERS: tuple[MergerConfig, ...] = (*(DIGITS.mergers[name] for name in ("wa", "ta", "ties")), TsvMerge())
 MEAN = "wa", "ta", "ties"  # what the mean is over
 COEFS = tuple(i / 10 for i in range(1, 21))
@@ -42,10 +43,11 @@ class Candidate(NamedTuple):
     label: str
     method: MethodConfig
     training: Training
+    options: Options = ()  # of the suite
 
     def trial(self, seed: int) -> Trial:
         """The trial of this candidate at a seed."""
-        return Trial(self.label, "digits", self.method, self.training, seed, mergers=MERGERS, coefs=COEFS)
+        return Trial(self.label, "digits", self.method, self.training, seed, self.options, MERGERS, COEFS)
 
     @property
     def passes(self) -> int:
@@ -85,6 +87,11 @@ def candidates(rates: Iterable[float]) -> list[Candidate]:
         for name, method in (("FT", ft), ("SMAT", smat))
         for average in ("ema:0.98", "swa:25%", "swa:75%")
     ]
+    parts: tuple[tuple[str, Options], ...] = (
+        ("FT, linearised", (("linearised", True),)),
+        ("FT, attention alone", (("train", "attention"),)),
+    )
+    found += [Candidate(name, name, ft, replace(BASE, lr=lr), options) for lr in rates for name, options in parts]
     half = replace(BASE, steps=200)  # as many passes as the others
     name = "ASAM, half the steps"
     found += [Candidate(name, f"{name}, rho 0.5", replaced(asam, rho=0.5), replace(half, lr=lr)) for lr in rates]
@@ -154,6 +161,7 @@ def line_of(candidate: Candidate, outcomes: Sequence[Outcome]) -> dict[str, Any]
         "label": candidate.label,
         "method": candidate.method.name,
         "hyperparameters": settings(candidate.method),
+        **({"options": dict(candidate.options)} if candidate.options else {}),
         "training": outcomes[0]["trial"]["training"],
         "passes": candidate.passes,
         "test": {**test, "mean": [fmean(scores) for scores in zip(*(test[name] for name in MEAN), strict=True)]},

@@ -19,6 +19,7 @@ from smat_fn.checkpoint import write_bytes, write_text
 from smat_fn.config import DIGITS
 from smat_fn.report.plots import colours, new_figure, png, tidy
 
+from .methods import REFERENCE
 from .readme import RESULTS, ROOT, fill, ranged, table
 
 COMMAND = "python -m benchmarks when-it-pays"
@@ -56,7 +57,7 @@ class Gain(NamedTuple):
     @property
     def cluster(self) -> str:
         """Runs of one seed of one study share data and FT."""
-        return f"{self.run.study} {self.run.seed}"
+        return f"{self.parent} {self.run.seed}"
 
     @property
     def group(self) -> str:
@@ -65,7 +66,7 @@ class Gain(NamedTuple):
 
     @property
     def parent(self) -> str:
-        """The study, whose tuning is a part of it."""
+        """The study, whose tuning is a part of it; of the screening all parts are one."""
         return self.run.study.split()[0]
 
 
@@ -112,8 +113,11 @@ def runs(folder: Path) -> Iterator[Run]:
         yield from _curves(file.parent.name, json.loads(file.read_text())["rows"])
     if (file := folder / "digits.json").exists():
         yield from _pilot(json.loads(file.read_text()))
-    if (file := folder / "screening.json").exists():
-        yield from _screened(json.loads(file.read_text()))
+    screened = set[str]()  # methods of the screening that an earlier part of it has
+    for file in sorted(folder.glob("screening*.json")):
+        yield from _screened(file.stem.replace("_", " "), json.loads(file.read_text()), screened)
+    if (file := folder / "antithetic.json").exists():
+        yield from _screened("antithetic", json.loads(file.read_text()), set())
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
@@ -167,16 +171,23 @@ def _tuned(study: str, settings: Iterable[Mapping[str, Any]]) -> Iterator[Run]:
         )  # fmt: skip
 
 
-def _screened(found: Mapping[str, Any]) -> Iterator[Run]:
-    """Test scores of the screening, by seed and merger."""
+def _screened(study: str, found: Mapping[str, Any], known: set[str]) -> Iterator[Run]:
+    """Test scores of a screening at FT's best learning rate on dev, by seed and merger.
+
+    Args: known: labels beside FT's that are left out; gets those of this one.
+    """
+    plain = [line for line in found["lines"] if line["family"] == REFERENCE]
+    rate = max(plain, key=lambda line: fmean(line["dev"]))["training"]["lr"]
     for line in found["lines"]:
-        if _averaged(line):
+        if _averaged(line) or line["training"]["lr"] != rate or line["label"] in known:
             continue
+        known |= set() if line in plain else {line["label"]}
         for merger in sorted(line["test"].keys() - {"expert", MEAN}):
             for place, seed in enumerate(found["seeds"]):
+                facts = {**_facts(line), "reference": line in plain}  # not FT of a part, or of a linearised model
                 yield Run(
-                    study="screening", split="test", label=line["label"], seed=seed, merger=merger, tasks=4,
-                    score=line["test"][merger][place], expert=line["test"]["expert"][place], **_facts(line),
+                    study=study, split="test", label=line["label"], seed=seed, merger=merger, tasks=4,
+                    score=line["test"][merger][place], expert=line["test"]["expert"][place], **facts,
                 )  # fmt: skip
 
 

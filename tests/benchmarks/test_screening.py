@@ -7,7 +7,8 @@ from statistics import fmean
 import pytest
 from scipy import stats
 
-from benchmarks import screening
+from benchmarks import digits as first_study
+from benchmarks import digits_lora, digits_methods, digits_onepass, screening
 from benchmarks.study.trial import Trial
 from smat_fn.config import Msam, TaskArithmetic, Training
 from smat_fn.evaluate import Result
@@ -115,6 +116,13 @@ def test_bad_words_are_refused_before_any_work(tmp_path, capsys, words, told):
         screening.main([str(tmp_path / "out"), *words])
     assert told in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_no_seed_of_a_protocol_is_one_of_the_screening():
+    studies = digits_onepass.STUDY.protocol, digits_lora.STUDY.protocol, digits_methods.PROTOCOL, first_study.PROTOCOL
+    seeds = {seed for study in studies for seed in (*study.tuning, *study.evaluation)}
+    assert seeds <= screening.USED
+    assert not {*screening.SEEDS} & screening.USED
 
 
 def test_a_trial_states_its_mergers_and_coefficients(tmp_path):

@@ -84,6 +84,28 @@ def test_tuning_runs_are_compared_at_equal_rates():
     assert gains[1].values["rate"] - gains[0].values["rate"] == pytest.approx(1)
 
 
+def test_a_part_of_the_screening_has_ft_s_best_rate_and_methods_that_no_earlier_part_has():
+    def line(family, label, lr, dev, method="ft"):
+        test = {"wa": [70.0, 71.0], "expert": [90.0, 91.0], "mean": [0.0, 0.0]}
+        training = {"optimizer": "adam", "lr": lr, "muon_lr": None, "steps": 4}
+        return {"family": family, "label": label, "method": method, "training": training, "dev": dev, "test": test}
+
+    lines = [line("FT", "FT", 1.0, [5.0, 5.0]), line("FT", "FT", 2.0, [7.0, 4.0])]
+    lines += [line("M", "old", 2.0, [0.0], "m"), line("M", "new", 2.0, [0.0], "m"), line("M", "new", 1.0, [9.0], "m")]
+    lines.append(line("FT, linearised", "FT, linearised", 2.0, [0.0]))
+    known = {"old"}
+    found = list(pays._screened("screening more", {"seeds": [3, 4], "lines": lines}, known))
+    places = [(own.label, own.reference, own.lr, own.seed, own.score, own.expert) for own in found]
+    assert places == [
+        (label, label == "FT", 2.0, seed, score, score + 20)
+        for label in ("FT", "new", "FT, linearised")
+        for seed, score in ((3, 70.0), (4, 71.0))
+    ]
+    assert known == {"old", "new", "FT, linearised"}
+    gain = pays.gains(found)[0]
+    assert (gain.parent, gain.cluster) == ("screening", "screening 3")
+
+
 def test_cosines_and_norms_are_used_where_they_are_stored():
     found = []
     for seed in range(4):
