@@ -28,6 +28,15 @@ METHODS = {
     "mergopt": ("mergopt", {"b": 0.01, "k_max": 4}),
     "orthoreg": ("orthoreg", {"lambda_reg": 0.01}),
 }
+MORE = {
+    "smat climbing": ("smat", {"period": 2, "climb": "both", "rho": 0.05, **STRENGTHS}),
+    "msam": ("msam", {"rho": 0.05}),
+    "msam along the gradient": ("msam", {"rho": 0.05, "along": "gradient"}),
+    "smat by the update": ("smat", {"period": 2, **STRENGTHS, "sigma_of": "update", "alpha_max": 1.5}),
+    "smat by leaf": ("smat", {"period": 2, **STRENGTHS, "sigma_of": "leaf"}),
+    "l2sp": ("l2sp", {"pull": 0.1}),
+    "mixout": ("mixout", {}),
+}
 
 
 class Halves(torch.nn.Module):
@@ -96,13 +105,17 @@ def check(build, base, start, batches, **options):
 
 @pytest.mark.parametrize("masters", [pytest.param(False, marks=pytest.mark.slow), True], ids=["fp32", "mixed"])
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "smat by depth in pairs")) for name in METHODS]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name == "smat by depth in pairs" or name in list(MORE)[1:]))
+        for name in (*METHODS, *MORE)
+    ],
 )
 def test_every_method_trains_to_the_bits_of_one_device(name, masters):
     module, base, start, batches = setting()
     loss_fn = ModuleLoss(module, squares)
     loss_fn = with_master_weights(loss_fn) if masters else loss_fn
-    kind, hyper = METHODS[name]
+    kind, hyper = (METHODS | MORE)[name]
 
     def build(base, **options):
         optimizer = optim.adamw(1e-2, weight_decay=0.1, fused=True)

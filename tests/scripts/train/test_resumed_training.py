@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from smat_fn import checkpoint, machine, optim, testing
-from smat_fn.config import DIGITS, Adapters, Msam, Training
+from smat_fn.config import DIGITS, Adapters, Msam, Talos, Training
 from smat_fn.folders.writing import locked
 from smat_fn.mat.finetune import State
 from smat_fn.scripts.run_folder import all_inputs
@@ -41,6 +41,8 @@ METHODS |= {
     "msam gradient": Msam(rho=0.5, along="gradient"),
     "smat climbing": replace(METHODS["smat"], climb="both", rho=0.5),
     "smat by depth in pairs": replace(METHODS["smat"], period=2, alpha_depth=(0.5, 1.5), antithetic=True),
+    "smat by leaf": replace(METHODS["smat"], period=2, sigma=0.5, sigma_of="leaf", alpha_max=1.5),
+    "talos": Talos(sparsity=0.5, rounds=2, calibration=5),  # killed while it calibrates
 }
 
 
@@ -266,7 +268,9 @@ def test_dropout_of_a_model_without_any_is_refused_before_training(train, tmp_pa
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow) if name in ("msam gradient", "smat climbing") else name
+        pytest.param(name, marks=pytest.mark.slow)
+        if name in ("msam gradient", "smat climbing", "smat by leaf")
+        else name
         for name in METHODS
     ],
 )
