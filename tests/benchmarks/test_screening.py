@@ -131,6 +131,12 @@ def test_a_trial_states_its_mergers_and_coefficients(tmp_path):
     assert list(mergers) == ["wa", "ta", "ties", "tsv_merge"]
     assert (mergers["wa"], mergers["ties"]["keep"]) == ({}, 0.5)
     assert trial.facts()["coefs"] == [i / 10 for i in range(1, 21)]
+    parts = {one.label: one.trial(111).facts()["suite"] for one in screening.candidates([1e-3]) if one.options}
+    suite = trial.facts()["suite"]
+    assert parts == {
+        "FT, linearised": {**suite, "linearised": True},
+        "FT, attention alone": {**suite, "train": "attention"},
+    }
     plain = Trial("FT", "digits", trial.method, trial.training, 111)
     assert "coefs" not in plain.facts()
     assert set(plain.facts()["mergers"]) == {"wa", "ta", "ties", "dare", "della"}

@@ -75,6 +75,28 @@ def test_ft_s_dev_score_varies_with_its_learning_rate_as_the_page_says():
     assert sentence in " ".join(STUDIES.split())
 
 
+def test_ft_s_loss_by_merging_is_that_of_the_results():
+    names = (
+        "digits",
+        "digits_methods",
+        "digits_lora",
+        "digits_onepass",
+        "text_onepass",
+        "vit_blocks_onepass",
+        "vit_onepass",
+    )
+    own = [readme.stored(name)["test"]["FT"] for name in (*names, "smollm2_text_onepass")]
+    drops = [fmean(line["Expert"]) - fmean(line["All" if "All" in line else "Avg"]) for line in own]
+    digits, (_, text, blocks, whole, words) = drops[:4], drops[3:]
+    page = " ".join(STUDIES.split())
+    assert (
+        f"FT loses {text:.0f} points on the text encoder, {min(digits):.0f} to {max(digits):.0f} on digits, "
+        f"{blocks:.0f} on two blocks of the ViT, {whole:.0f} on all its weights, {words:.0f} on the language model"
+    ) in page
+    others = drops[3:7]
+    assert f"loses {words:.0f} points by merging, against {min(others):.0f} to {max(others):.0f} in the other" in page
+
+
 def own_four(words):
     """Differences from FT in the mean of the mergers but WUDI."""
     four = {
