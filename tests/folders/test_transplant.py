@@ -1,9 +1,7 @@
 """Another model's tokenizer: rows of shared tokens, of new ones in closed form, ids, files, errors."""
 
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +13,8 @@ from smat_fn import checkpoint
 from smat_fn.folders.inputs.spelling import matches, spelling_of
 from smat_fn.folders.inputs.tokens import tokenizer_of
 from smat_fn.folders.transplant import open_transplant, transplant_tokenizer
+from smat_fn.scripts import entry
 
-ROOT = Path(__file__).parents[2]
 TEXT = [
     "the cat sat on the mat and the dog sat on the log",
     "these other cats and dogs are there on the other mats",
@@ -283,18 +281,27 @@ def test_a_donor_whose_rows_are_not_finite_is_named_and_nothing_is_written(tmp_p
     assert not [*tmp_path.glob("*out*")]
 
 
-def test_the_command_plans_writes_keeps_and_verifies_the_model(tmp_path):
+def test_the_command_plans_writes_keeps_and_verifies_the_model(tmp_path, monkeypatch, capsys):
     pieces(tmp_path / "model", 300)
     byte_level(tmp_path / "donor", 330, pad_token="<|pad|>")
     llama(tmp_path / "model", bos_token_id=1, eos_token_id=2, pad_token_id=0)
     llama(tmp_path / "donor", seed=1, width=8)
 
-    def run(*more, ends=0):
+    monkeypatch.chdir(tmp_path)
+
+    def merge(*words, ends=False):
+        """What merge.py prints, or says as it ends."""
+        monkeypatch.setattr(sys, "argv", ["merge.py", *words])
+        if not ends:
+            entry.merge("merge.py", ())
+            return capsys.readouterr().out
+        with pytest.raises(SystemExit) as error:
+            entry.merge("merge.py", ())
+        return str(error.value)
+
+    def run(*more, **how):
         words = "--model", "model", "--tokenizer-from", "donor", "--out", "out", "--k", "4", *more
-        command = [sys.executable, str(ROOT / "merge.py"), "transplant-tokenizer", *words]
-        found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
-        assert bool(found.returncode) == bool(ends), found.stderr
-        return found.stdout + found.stderr
+        return merge("transplant-tokenizer", *words, **how)
 
     said = run("--dry-run")
     assert "out: all checks passed" in said
@@ -302,9 +309,9 @@ def test_the_command_plans_writes_keeps_and_verifies_the_model(tmp_path):
     assert not (tmp_path / "out").exists()
     assert "transplanted: out" in run()
     assert "kept: out: already finished" in run()
-    assert "out exists and holds something else (its hyperparameters.k is 4" in run("--k", "3", ends=1)
+    assert "out exists and holds something else (its hyperparameters.k is 4" in run("--k", "3", ends=True)
     assert "transplanted: out" in run("--k", "3", "--overwrite")
-    assert "--k is 0, must be an integer of at least 1" in run("--k", "0", ends=1)
+    assert "--k is 0, must be an integer of at least 1" in run("--k", "0", ends=True)
     manifest = checkpoint.load_manifest(tmp_path / "out")
     assert manifest["kind"] == "transplanted"
     tokens = manifest["tokens"]
@@ -312,8 +319,7 @@ def test_the_command_plans_writes_keeps_and_verifies_the_model(tmp_path):
     card = (tmp_path / "out/README.md").read_text()
     assert "# model with the tokenizer of donor" in card
     assert str(tmp_path) not in card
-    verify = [sys.executable, str(ROOT / "merge.py"), "verify", "out"]
-    assert "have the hashes stored in out" in subprocess.check_output(verify, cwd=tmp_path, text=True)
+    assert "have the hashes stored in out" in merge("verify", "out")
     own = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert own.get_vocab() == ids_of(tmp_path / "donor")
     config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
