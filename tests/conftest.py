@@ -4,6 +4,8 @@ import atexit
 import gc
 import math
 import os
+import signal
+import warnings
 import zlib
 
 # one thread a worker: small tensors gain nothing from more, and workers share the cores
@@ -90,6 +92,25 @@ def loops_called(monkeypatch):
         return names
 
     return watch
+
+
+@pytest.fixture(scope="session")
+def killed():
+    """``killed(call)``: call in a fork, which need not import torch again, and which SIGKILL must end."""
+
+    def run(call):
+        with warnings.catch_warnings():
+            # of Python 3.12 and later, about threads that pytest-xdist has and the fork does not use
+            warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+            child = os.fork()
+        if not child:
+            try:
+                call()
+            finally:
+                os._exit(1)  # neither reports nor fixtures are the fork's
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+    return run
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -4,7 +4,6 @@ import json
 import os
 import shlex
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from smat_fn import checkpoint, merge
 from smat_fn.config import DIGITS, MERGERS, TaskArithmetic
 from smat_fn.scripts.merge.outside import Asked, Program, at, last_number
 
-ROOT = Path(__file__).parents[2]
 # minus the distance of the first number of w from 1.3, read without torch: it takes no time to start
 SCORE = """
 import json, os, signal, struct, sys
@@ -72,6 +70,12 @@ def call(exits, capsys, place):
         return printed.out, printed.err, code
 
     return run
+
+
+@pytest.fixture
+def killed(killed, exits, place):
+    """``killed(*words)``: run merge.py until score.py kills it."""
+    return lambda *words: killed(lambda: exits("merge.py", *words, "--score", f"{sys.executable} score.py {{model}}"))
 
 
 def runs():
@@ -157,11 +161,10 @@ def test_a_finished_search_is_kept_and_another_one_is_an_error_before_a_score(ca
     assert (code, runs()) == (None, ["ta-0.7"])
 
 
-def test_a_killed_search_scores_no_candidate_twice_and_its_leftover_goes(call, place):
+def test_a_killed_search_scores_no_candidate_twice_and_its_leftover_goes(call, killed, place):
     words = ["ta", "--base", "base", "--experts", "a", "b", "--search", "--grid", "0.3", "0.6", "0.9", "--out", "out"]
     Path("die").touch()
-    command = [sys.executable, ROOT / "merge.py", *words, "--score", f"{sys.executable} score.py {{model}}"]
-    assert subprocess.run(command, check=False, capture_output=True).returncode == -signal.SIGKILL
+    killed(*words)
     assert (place / "out/.ta.smat-candidate/ta-0.6/model.safetensors").is_file()
     Path("die").unlink()
     assert runs() == ["ta-0.3", "ta-0.6"]
@@ -171,15 +174,13 @@ def test_a_killed_search_scores_no_candidate_twice_and_its_leftover_goes(call, p
     assert sorted(path.name for path in Path("out").iterdir()) == ["candidates.jsonl", "logs", "ta"]
 
 
-def test_trials_begin_at_the_best_coefficient_and_a_killed_search_resumes_on_their_path(call, exits, place):
+def test_trials_begin_at_the_best_coefficient_and_a_killed_search_resumes_on_their_path(call, killed, exits, place):
     words = "--grid", 0.3, 0.6, "--seed", 4, "--out", "out", "--trials"
     start, every = {"a": 1.0, "b": 1.0}, [f"ta-trial-{place}" for place in range(1, 13)]
     wanted = merge.select_weights(start, lambda w: -abs(0.6 * (2 * w["a"] + 0.5 * w["b"]) - 1.3), trials=12, seed=4)
     assert wanted.best != start
     Path("die").write_text("7")
-    command = [sys.executable, ROOT / "merge.py", "ta", "--base", "base", "--experts", "a", "b", "--search", *words, 12]
-    command += ["--score", f"{sys.executable} score.py {{model}}"]
-    assert subprocess.run(list(map(str, command)), check=False, capture_output=True).returncode == -signal.SIGKILL
+    killed("ta", "--base", "base", "--experts", "a", "b", "--search", *words, 12)
     Path("die").unlink()
     assert runs() == ["ta-0.3", "ta-0.6", *every[:5]]
     out, err, code = call("ta", *words, 12)
@@ -216,15 +217,13 @@ def test_trials_begin_at_the_best_coefficient_and_a_killed_search_resumes_on_the
 OVER = "--search-over", "aggregate=sum,mean", "keep=0.9,0.8"
 
 
-def test_options_are_chosen_with_the_coefficient_and_a_killed_search_resumes(call, exits, place):
+def test_options_are_chosen_with_the_coefficient_and_a_killed_search_resumes(call, killed, exits, place):
     """The first number of w is γ times 2.5 for the sum, 1.25 for the mean; TIES keeps the first of equal magnitudes."""
     words = *OVER, "--grid", 0.3, 0.6, 0.9, "--scope", "tensor", "--out", "out"
     every = [f"aggregate-{own}-keep-{keep}" for own in ("sum", "mean") for keep in (0.9, 0.8)]
     names = [f"ties-{own}-{coef}" for own in every for coef in (0.3, 0.6, 0.9)]
     Path("die").write_text("5")
-    command = [sys.executable, ROOT / "merge.py", "ties", "--base", "base", "--experts", "a", "b", "--search", *words]
-    command += ["--score", f"{sys.executable} score.py {{model}}"]
-    assert subprocess.run(list(map(str, command)), check=False, capture_output=True).returncode == -signal.SIGKILL
+    killed("ties", "--base", "base", "--experts", "a", "b", "--search", *words)
     Path("die").unlink()
     assert runs() == names[:5]
     out, err, code = call("ties", *words)

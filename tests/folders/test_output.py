@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -26,21 +27,13 @@ from smat_fn.scripts import cli
 TA = TaskArithmetic(coef=0.5)
 TIES = Ties(coef=0.5, keep=0.3, aggregate="sum", scope="global")
 DARE = Dare(coef=0.5, drop_prob=0.5)
-KILLED = """
-import os, signal, sys
+MERGE = """
+import sys
 from pathlib import Path
-from smat_fn import random
-from smat_fn.config import Dare
-from smat_fn.folders import merge_folders, run
-write, left = run.write_chunk, [int(sys.argv[4])]
-def dying(*args):
-    left[0] -= 1
-    if not left[0]:
-        os.kill(os.getpid(), signal.SIGKILL)
-    write(*args)
-run.write_chunk = dying
-base, expert, out = map(Path, sys.argv[1:4])
-merge_folders(Dare(coef=0.5, drop_prob=0.5), base, {"sum": expert}, out, key=random.key(0), shard_size=150)
+from smat_fn.config import TaskArithmetic
+from smat_fn.folders import merge_folders
+base, expert, out = map(Path, sys.argv[1:])
+merge_folders(TaskArithmetic(coef=0.5), base, {"sum": expert}, out)
 """
 
 
@@ -84,14 +77,21 @@ def test_an_interrupted_merge_goes_on_after_its_last_whole_shard(config, inputs,
     assert leftovers(tmp_path) == []
 
 
-def test_a_killed_merge_resumes_and_its_lock_is_taken_over(inputs, folders, tmp_path):
+def test_a_killed_merge_resumes_and_its_lock_is_taken_over(inputs, killed, tmp_path, monkeypatch):
     base, experts = inputs
     out, one = tmp_path / "out", {"sum": experts["sum"]}
-    command = [sys.executable, "-c", KILLED, str(base), str(experts["sum"]), str(out), "6"]
-    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    options, write, chunks = {"key": random.key(0), "shard_size": 150}, run.write_chunk, count(1)
+
+    def dying(*args):
+        if next(chunks) == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "write_chunk", dying)
+        killed(lambda: merge_folders(DARE, base, one, out, **options))
     assert not out.exists()
     assert leftovers(tmp_path) == [".out.lock", ".out.merging"]
-    options = {"key": random.key(0), "shard_size": 150}
     for folder in (out, tmp_path / "whole"):
         merge_folders(DARE, base, one, folder, **options)
     assert digests(out) == digests(tmp_path / "whole")
@@ -163,7 +163,7 @@ def test_a_kill_after_the_last_rename_leaves_a_folder_that_can_be_replaced(input
 def test_two_merges_into_one_folder_exclude_each_other(inputs, tmp_path):
     out, lock = tmp_path / "out", tmp_path / ".out.lock"
     told = rf"^another merge into {out} is running \(it holds {lock}\)"
-    merge = [sys.executable, "-c", KILLED, *map(str, (inputs[0], inputs[1]["sum"], out)), "-1"]
+    merge = [sys.executable, "-c", MERGE, inputs[0], inputs[1]["sum"], out]
     with writing.exclusive(out):
         with pytest.raises(ValueError, match=told):
             merge_folders(TA, *inputs, out)
