@@ -356,7 +356,7 @@ def test_options_without_the_one_that_they_belong_to_are_errors(refused, tmp_pat
 
 def test_a_search_over_options_prints_a_line_for_each_combination(trained, tmp_path):
     words = "consensus", "--run", trained[0], "--search", "--grid", "0.3", "0.6", "--out", tmp_path
-    process = run("merge.py", *words, "--search-over", "ratio=0.2,0.4", "least=2")
+    process = called("merge.py", *words, "--search-over", "ratio=0.2,0.4", "least=2")
     assert_clean(process)
     *lines, last = process.stdout.splitlines()
     assert [line.partition(":")[0] for line in lines] == ["ratio 0.2, least 2", "ratio 0.4, least 2"]
