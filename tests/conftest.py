@@ -2,7 +2,6 @@
 
 import atexit
 import gc
-import math
 import os
 import signal
 import warnings
@@ -12,15 +11,10 @@ import zlib
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
-import torch
 from _pytest.logging import LogCaptureHandler, caplog_handler_key, catching_logs
-from torch.utils._python_dispatch import TorchDispatchMode
 
+# torch is imported inside of functions: with -n the first process runs no test, and starts the others after its imports
 gc.disable()  # until all tests are collected: modules are not garbage
-
-# kernels are interpreted only if this is set when triton is first imported, which transformers.Trainer does too
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 SHAPES = {  # every kind of shape that a merger must accept
     "scalar": (),
@@ -49,6 +43,15 @@ ALLOWED_SKIPS = (
 )  # fmt: skip
 
 
+def pytest_configure(config):
+    """Triton interprets kernels only if this is set when it is first imported, which transformers.Trainer does too."""
+    if not getattr(config.option, "numprocesses", None):
+        import torch
+
+        if not torch.cuda.is_available():
+            os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory):
     """Cached bases of the suites go to a folder of this run, which all its workers share."""
@@ -62,6 +65,8 @@ def _own_cache(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _seeded(request):
     """Numbers that a test draws without a seed of its own are the same in every run."""
+    import torch
+
     seed = zlib.crc32(request.node.name.encode())
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # else `torch.manual_seed` keeps a stack for later, a millisecond a test
@@ -156,8 +161,13 @@ def pytest_sessionfinish(session):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def _family(dtype=torch.float32, *, count=3, seed=0, scale=0.1, grid=None):
-    """(base, {name: expert}): flat trees; with ``grid`` all values are multiples of it, so that sums are exact."""
+def _family(dtype=None, *, count=3, seed=0, scale=0.1, grid=None):
+    """(base, {name: expert}): flat trees, of float32 unless a dtype is given.
+
+    With ``grid`` all values are multiples of it, so that sums are exact.
+    """
+    import torch
+
     generator = torch.Generator().manual_seed(seed)
 
     def leaves(scale):
@@ -171,7 +181,10 @@ def _family(dtype=torch.float32, *, count=3, seed=0, scale=0.1, grid=None):
     names = ["sum", "cstance", "qa", "fomc"][:count]
     deltas = {name: leaves(scale) for name in names}
     trees = {name: {path: base[path] + delta[path] for path in base} for name, delta in deltas.items()}
-    cast = {name: {path: leaf.to(dtype) for path, leaf in tree.items()} for name, tree in {"": base, **trees}.items()}
+    cast = {
+        name: {path: leaf.to(dtype or torch.float32) for path, leaf in tree.items()}
+        for name, tree in {"": base, **trees}.items()
+    }
     full = {name: {**tree, **{path: leaf.clone() for path, leaf in buffers.items()}} for name, tree in cast.items()}
     return full.pop(""), full
 
@@ -181,60 +194,10 @@ def family():
     return _family
 
 
-# what torch.use_deterministic_algorithms lists
-RAISE = {
-    "kthvalue", "histc", "put", "put_", "nll_loss2d_forward", "_ctc_loss_backward", "avg_pool3d_backward",
-    "_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward", "adaptive_max_pool2d_backward",
-    "fractional_max_pool2d_backward", "fractional_max_pool3d_backward", "max_unpool2d", "max_unpool3d",
-    "upsample_linear1d_backward", "upsample_bilinear2d_backward", "upsample_bicubic2d_backward",
-    "upsample_trilinear3d_backward", "reflection_pad1d_backward", "reflection_pad2d_backward",
-    "reflection_pad3d_backward", "grid_sampler_2d_backward", "grid_sampler_3d_backward",
-}  # fmt: skip
-# one rounding for each coordinate, or none
-EXACT = {
-    "_local_scalar_dense", "_to_copy", "abs", "add", "alias", "clamp", "clone", "constant_pad_nd", "copy_",
-    "count_nonzero", "detach", "div", "empty_like", "eq", "expand", "ge", "gt", "hardshrink", "index", "isnan", "le",
-    "lift_fresh", "lt", "masked_fill", "maximum", "minimum", "mul", "ne", "neg", "ones_like", "permute", "relu",
-    "round", "rsub", "select", "sign", "slice", "split", "squeeze", "stack", "sub", "unbind", "unsqueeze", "view",
-    "where", "zeros_like",
-}  # fmt: skip
-
-
-class AsOnCuda(TorchDispatchMode):
-    """Raises for operations that raise on CUDA under ``torch.use_deterministic_algorithms(True)``.
-
-    ``inexact`` lists those that were called and may have other bits on CUDA.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.inexact = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name, kwargs = func.overloadpacket.__name__, kwargs or {}
-        floats = any(isinstance(a, torch.Tensor) and a.is_floating_point() for a in args)
-        indexed = name in ("median", "nanmedian") and func._overloadname == "dim"
-        added = name in ("cumsum", "cumsum_") and (floats or kwargs.get("dtype", torch.int64).is_floating_point)
-        if name in RAISE or indexed or added or (name == "bincount" and len(args) > 1 and args[1] is not None):
-            raise RuntimeError(f"{name} has no deterministic form on CUDA")
-        if floats and not self._exact(name.removesuffix("_"), args, kwargs):
-            self.inexact.add(name)
-        return func(*args, **kwargs)
-
-    def _exact(self, name, args, kwargs):
-        if name == "div":  # CUDA multiplies by the reciprocal of a number
-            return isinstance(args[1], torch.Tensor) or math.frexp(args[1])[0] == 0.5
-        if name in ("add", "sub"):  # CUDA rounds a + alpha b once
-            return kwargs.get("alpha", 1) in (1, -1)
-        if name == "pow":
-            return args[1] == 2
-        if name == "sum":  # of a few integers
-            return bool((args[0] == args[0].round()).all()) and float(args[0].abs().double().sum()) < 2**24
-        return name in EXACT or f"{name}_" in EXACT
-
-
 @pytest.fixture
 def as_on_cuda():
+    from .as_on_cuda import AsOnCuda
+
     return AsOnCuda
 
 
