@@ -88,10 +88,15 @@ def run(name: str, script: str, launch: Sequence[str]) -> None:
         _discard_output()
         sys.exit(1)
     except OSError as error:
-        if error.errno is None or error.filename is not None:  # not of a write to the output
+        if not _of_output(error):
             raise
         _discard_output()
         sys.exit(f"{script}: standard output cannot be written ({error.strerror}): send it to another place")
+
+
+def _of_output(error: OSError) -> bool:
+    """Whether it is of a write to the output: of no file that has a name."""
+    return error.errno is not None and error.filename is None
 
 
 def _discard_output() -> None:
@@ -107,10 +112,10 @@ def _start(name: str, script: str, launch: Sequence[str]) -> None:
         try:
             with without_torch():
                 importlib.import_module(f"{__package__}.commands.{name}").command(script, launch)
-        except BrokenPipeError:
-            raise
-        except Exception:  # whatever it is, it is met again with torch itself
-            pass
+        except Exception as error:
+            if isinstance(error, OSError) and _of_output(error):
+                raise
+            # whatever else it is, it is met again with torch itself
     starting(script, sys.argv[1:])  # before the seconds that the imports take
     try:
         outcome.called(sys.argv[1:], lambda words: _command(name, script, launch, words))
