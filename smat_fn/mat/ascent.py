@@ -123,6 +123,8 @@ def momentum_in(optimizer: Any, parameters: Mapping[str, Tensor]) -> dict[str, T
 
 
 def _fits(slope: Any, parameter: Tensor) -> bool:
+    if hasattr(slope, "to_local") and hasattr(parameter, "to_local"):  # shards
+        return slope.shape == parameter.shape and _fits(slope.to_local(), parameter.to_local())
     plain = type(slope) in tree.PLAIN and slope.layout == torch.strided and slope.is_floating_point()
     return plain and (slope.shape, slope.device) == (parameter.shape, parameter.device)
 

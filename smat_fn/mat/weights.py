@@ -50,6 +50,8 @@ class SimulatedWeights:
         would change with them, or with each other, frozen ones, and parameters whose storage FSDP1 or DTensor owns.
     """
 
+    _climbs_shards = False  # whether a climb's norm is that of the shards of all processes
+
     def __init__(
         self,
         parameters: Mapping[str, Tensor],
@@ -222,7 +224,7 @@ class SimulatedWeights:
         Source: `smat_fn.mat.asam`.
         """
         self._check_closed()
-        if not self._switch or self._starts is not None:
+        if not self._climbs_shards and (not self._switch or self._starts is not None):
             raise ValueError(
                 "climbed() needs switch=True and starts=None: the climb's norm is that of whole parameters"
             )
@@ -230,7 +232,7 @@ class SimulatedWeights:
         if self._module is not None:
             self._check_module(first=True)
         self._refuse_elsewhere(self._parameters)
-        grads = {path: p.grad for path, p in self._parameters.items() if p.grad is not None}
+        grads = self._grads()
         if not grads:
             raise ValueError("climbed() climbs along the gradient, and no parameter has one: call backward() before")
         if self._climbs_again(grads):
@@ -240,17 +242,23 @@ class SimulatedWeights:
                 "before the first pass of the next step"
             )
         slopes = {path: grads[path] if path in grads else torch.zeros_like(p) for path, p in self._parameters.items()}
-        for p in self._parameters.values():
-            p.grad = None
+        self._clear_grads()
         self._drawn = None
         with self._held(None, partial(asam.climb, grads=slopes, rho=rho, adaptive=adaptive)):
             del grads, slopes
             with trained.still(self._batch_norms()):
                 yield
-        ended = {path: p.grad for path, p in self._parameters.items() if p.grad is not None}
+        ended = self._grads()
         if not ended and self._module is not None:  # a trainer may leave its batches out
             raise ValueError("no backward pass ran in the block of climbed(): call backward() inside")
         self._climbed = {path: (ref(grad), _version(grad)) for path, grad in ended.items()}
+
+    def _grads(self) -> dict[str, Tensor]:
+        return {path: p.grad for path, p in self._parameters.items() if p.grad is not None}
+
+    def _clear_grads(self) -> None:
+        for p in self._parameters.values():
+            p.grad = None
 
     def _climbs_again(self, grads: Mapping[str, Tensor]) -> bool:
         """Whether gradients hold those of the last block of `climbed`, or only one backward pass was added to all.
@@ -411,23 +419,31 @@ class SimulatedWeights:
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """Put theta back into switched parameters for a block inside `at`; one inside another changes nothing."""
+        """Put theta back into the parameters for a block inside `at`; one inside another changes nothing."""
         if self._away:
             yield
             return
         self._away = True
         # a signal's handler may come here while only some hold theta~, of which `at` switches the others afterwards
         before = {path: self._parameters[path].data for path in self._kept}
-        for path, weight in self._kept.items():
-            self._parameters[path].data = weight
+        if not self._switch:
+            before = {path: state.clone() for path, state in before.items()}
+        self._put(self._kept)
         torch.clear_autocast_cache()
         try:
             yield
         finally:
             self._away = False
-            for path, state in before.items():
-                self._parameters[path].data = state
+            self._put(before)
             torch.clear_autocast_cache()
+
+    def _put(self, states: Mapping[str, Tensor]) -> None:
+        """Other values in the parameters, which leave no trace: `at` looks for writes of the caller."""
+        for path, state in states.items():
+            if self._switch:
+                self._parameters[path].data = state
+            else:
+                self._parameters[path].data.copy_(state)
 
     def reweight_grads(self, drawn: Draw | None) -> None:
         """``grad <- alpha m (.) grad`` for the parameters' own gradients in place (Eq. smat-gradient).

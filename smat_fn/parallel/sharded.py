@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +21,7 @@ from ..mat.step import State
 from ..optim.chain import ChainState
 from ..types import Aux, Method, Micro, Optimizer, Params, Where
 from .replicas import Share, check_shared, of_this_process
-from .shards import local, reshard, starts_in
+from .shards import gathered, local, reshard, rows_of, settle, starts_in
 
 _BLOCK = 1 << 20  # numbers that are exchanged at once
 SHARDED: dict[Callable[..., Method], bool] = {  # methods, and whether they read theta_0 after the first step
@@ -170,16 +169,10 @@ class Sharded:
         return pytree.tree_unflatten(leaves, spec)
 
     def _gathered(self, path: str, shard: Tensor) -> Tensor:
-        from torch.distributed.tensor import DTensor  # takes long
-
-        p = self._leaves[path]
-        own = DTensor.from_local(shard, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
-        return own.full_tensor()
+        return gathered(self._leaves[path], shard)
 
     def _own(self, path: str, whole: Tensor) -> Tensor:
-        rows, numbers = local(self._leaves[path]).shape[0], math.prod(whole.shape[1:])
-        first = self._spread.starts[path] // numbers if rows and numbers else 0
-        return whole[first : first + rows]
+        return rows_of(self._leaves[path], whole)
 
     def _mapped(self, state: State, fn: Callable[[str, Tensor], Tensor]) -> State:
         flat, spec = pytree.tree_flatten_with_path(state)
@@ -253,7 +246,7 @@ def sharded_copy(module: nn.Module, params: Mapping[str, Tensor], dtype: torch.d
     Args: dtype: of all parameters while the module runs; None: their own.
     """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     own = copy.deepcopy(module)
     for path, p in own.named_parameters():
@@ -269,10 +262,7 @@ def sharded_copy(module: nn.Module, params: Mapping[str, Tensor], dtype: torch.d
     for block in _blocks(own):
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(own, mesh=mesh, mp_policy=policy)
-    for part in own.modules():
-        if isinstance(part, FSDPModule):  # otherwise the first forward pass would move its shards
-            part.unshard()
-            part.reshard()
+    settle(own)
     return own
 
 

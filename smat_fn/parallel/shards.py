@@ -1,18 +1,24 @@
 """FSDP2: simulation and reweighting on the local shards, by global coordinate, around your own training loop."""
 
 import math
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import errors, tree
+from ..execution import Shards, on_shards
 from ..grad import trained
+from ..mat import asam, ascent
+from ..mat.ascent import Ascent
 from ..mat.weights import SimulatedWeights
 from ..simulation import Draw, reweight
-from ..types import Predicate, Where
+from ..types import Params, Predicate, Where
 
 
 def base_shards(module: nn.Module) -> dict[str, Tensor]:
@@ -21,7 +27,7 @@ def base_shards(module: nn.Module) -> dict[str, Tensor]:
     Names, here and in draws, are those of the module itself, without the parts that ``torch.compile`` and torch's
     ``checkpoint_wrapper`` put into them.
     """
-    reshard(module)
+    settle(module)
     return {path: local(p).detach().clone() for path, p in _leaves(module).items()}
 
 
@@ -104,11 +110,22 @@ def reweight_grads(module: nn.Module, drawn: Draw, *, where: Where | None = None
 
 def reshard(module: nn.Module) -> None:
     """Shard again the weights that a forward pass without a backward one left gathered: the next would use them."""
-    from torch.distributed.fsdp import FSDPModule  # takes long, and not every torch has it
+    for part in _parts(module):
+        part.reshard()
 
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
+
+def settle(module: nn.Module) -> None:
+    """Gather and shard again, part by part: otherwise the first forward pass may move shards to other memory."""
+    for part in _parts(module):
+        part.unshard()
+        part.reshard()
+
+
+def _parts(module: nn.Module) -> Iterator[Any]:
+    """The modules that FSDP2 shards."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # importing it takes long; without it nothing is sharded
+    if fsdp is not None:
+        yield from (part for part in module.modules() if isinstance(part, fsdp.FSDPModule))
 
 
 def _leaves(module: nn.Module) -> dict[str, Any]:
@@ -130,3 +147,158 @@ def _asked(module: nn.Module, where: Where | None) -> Predicate | None:
 def local(leaf: Tensor) -> Tensor:
     """This process's shard of a leaf; a leaf that is whole is its own."""
     return leaf.to_local() if hasattr(leaf, "to_local") else leaf
+
+
+def sharded(leaves: Mapping[str, Any]) -> bool:
+    """Whether a leaf is a DTensor."""
+    return any(hasattr(leaf, "to_local") for leaf in leaves.values())
+
+
+def shard_problems(leaves: Mapping[str, Any]) -> list[str]:
+    """Errors for leaves that are not all shards of the first dimension over the processes of one mesh."""
+    if not sharded(leaves):
+        return []
+    problems, meshes = [], list[Any]()
+    for path, p in leaves.items():
+        placements = getattr(p, "placements", None)
+        if placements is None:
+            problems.append(f"parameter {path!r} is whole, and others are shards: shard all trained parameters")
+        elif len(placements) != 1 or not placements[0].is_shard(0):
+            problems.append(
+                f"parameter {path!r} is placed as {tuple(placements)}: shard its first dimension alone, by FSDP2 over "
+                "one mesh dimension"
+            )
+        elif p.device_mesh not in meshes:
+            meshes.append(p.device_mesh)
+    if len(meshes) > 1:
+        problems.append(f"parameters are shards over {len(meshes)} different meshes: shard all of them over one")
+    return errors.shortened(problems, "{} more parameters are placed so")
+
+
+def total_of(leaves: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
+    """The function that sums a tensor over the processes that hold the shards, each of which calls it."""
+    found = [leaf for leaf in leaves.values() if hasattr(leaf, "to_local")]
+    if not found:
+        return lambda tensor: tensor
+    group = found[0].device_mesh.get_group()
+
+    def total(tensor: Tensor) -> Tensor:
+        summed = tensor.clone()
+        dist.all_reduce(summed, group=group)
+        return summed
+
+    return total
+
+
+def gathered(leaf: Any, shard: Tensor) -> Tensor:
+    """The whole leaf whose shards are those that the processes give, placed as another leaf."""
+    from torch.distributed.tensor import DTensor  # takes long
+
+    mesh, placements = leaf.device_mesh, leaf.placements
+    own = DTensor.from_local(shard, mesh, placements, run_check=False, shape=leaf.shape, stride=leaf.stride())
+    return own.full_tensor()
+
+
+def rows_of(leaf: Any, whole: Tensor) -> Tensor:
+    """The rows of a whole tensor that are this process's shard of a leaf; a view, or the shard of a DTensor."""
+    if hasattr(whole, "to_local") or not hasattr(leaf, "to_local"):
+        return local(whole)
+    rows, numbers = local(leaf).shape[0], math.prod(whole.shape[1:])
+    first = starts_in({"": leaf})[""] // numbers if rows and numbers else 0
+    return whole[first : first + rows]
+
+
+class ShardWeights(SimulatedWeights):
+    """`SimulatedWeights` of a module whose trained parameters are FSDP2 shards, written in place.
+
+    All processes call everything. Draws go by coordinate of the whole parameter, and a climb's norm is that of all
+    shards.
+
+    Args:
+        leaves: the parameters of the module, as they are while it is sharded.
+        base: theta_0 by name, whole or shards.
+        where: the masked set; it is asked with the parameters, whose shapes are those of whole ones.
+        climbs: along the momentum of an optimizer of these parameters.
+    """
+
+    _climbs_shards = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        leaves: Mapping[str, Any],
+        base: Mapping[str, Tensor],
+        *,
+        where: Predicate,
+        climbs: Ascent | None = None,
+    ) -> None:
+        masks = {path: bool(where(path, p)) for path, p in leaves.items()}
+        own = {path: rows_of(p, base[path]).detach().to(p.device) for path, p in leaves.items()}
+        starts = starts_in(leaves)
+        shards = {path: local(p).detach() for path, p in leaves.items()}
+        super().__init__(shards, own, where=lambda path, _: masks[path], starts=starts, switch=False)
+        self._climbs, self._sharded, self._whole = climbs, module, leaves
+        self._spread = Shards(
+            starts,
+            {path: p.numel() for path, p in leaves.items()},
+            total_of(leaves),
+            lambda path, shard: gathered(leaves[path], shard),
+            lambda path, whole: rows_of(leaves[path], whole),
+        )
+
+    @contextmanager
+    def at(self, drawn: Draw | None) -> Iterator[None]:
+        """`SimulatedWeights.at`; nothing stays gathered."""
+        reshard(self._sharded)
+        self._parameters = {path: local(p).detach() for path, p in self._whole.items()}
+        try:
+            with super().at(drawn):
+                yield
+        finally:
+            reshard(self._sharded)
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """`SimulatedWeights.away`; weights that are gathered again are theta inside, and not afterwards."""
+        reshard(self._sharded)
+        with super().away():
+            try:
+                yield
+            finally:
+                reshard(self._sharded)
+
+    @contextmanager
+    def climbed(self, *, rho: float = 0.25, adaptive: bool = True) -> Iterator[None]:
+        """`SimulatedWeights.climbed`; nothing stays gathered."""
+        reshard(self._sharded)
+        self._parameters = {path: local(p).detach() for path, p in self._whole.items()}
+        try:
+            with super().climbed(rho=rho, adaptive=adaptive):
+                yield
+        finally:
+            reshard(self._sharded)
+
+    def _grads(self) -> dict[str, Tensor]:
+        with torch.no_grad():  # a shard is the same tensor every time
+            return {path: local(p.grad) for path, p in self._whole.items() if p.grad is not None}
+
+    def _clear_grads(self) -> None:
+        for p in self._whole.values():
+            p.grad = None
+
+    def reweight(self, grads: Mapping[str, Tensor], drawn: Draw) -> None:
+        """`SimulatedWeights.reweight`, of the shards of gradients."""
+        with torch.no_grad():
+            super().reweight({path: local(grad) for path, grad in grads.items()}, drawn)
+
+    def _climb(self, drawn: Draw | None) -> Callable[..., Params] | None:
+        if self._climbs is None or (drawn is not None and self._climbs.climb == "clean"):
+            return None
+        slopes = ascent.momentum_in(self._climbs.optimizer(), self._whole)
+        if slopes is None:
+            return None
+        return partial(asam.climb, grads={path: local(slope) for path, slope in slopes.items()}, rho=self._climbs.rho)
+
+    def _write(self, *args: Any) -> None:
+        with on_shards(self._spread):
+            super()._write(*args)
