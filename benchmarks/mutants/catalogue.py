@@ -185,8 +185,8 @@ MUTANTS = [
     # the Trainer hook; splits that are made
     *_of(
         "integrations/trainer.py",
-        ("if self._summed < 0 or tree.written(some, versions):", "if tree.written(some, versions):"),
-        ("or tree.written(some, versions):", "or False:"),
+        ("if self._summed < 0 or versions != now_versions:", "if versions != now_versions:"),
+        ("or versions != now_versions:", "or False:"),
         ("and self._weights is not None and self._summed == self._step:", "and self._weights is not None:"),
         ("_ORIGINS[p] = self._origin[path]", "pass"),
         ("self._plain = schedule.off and climb is None", "self._plain = schedule.off"),
@@ -984,6 +984,14 @@ MUTANTS = [
         ("picks(path, shapes[path])", "picks(path, leaf)"),
         ("MixedPrecisionPolicy(param_dtype=dtype, ", "MixedPrecisionPolicy("),
     ),
+    *_of(
+        "parallel/shards.py:ShardWeights",
+        ("with on_shards(self._spread):", "with on_shards(None):"),
+        ("            finally:\n                reshard(self._sharded)", "            finally:\n                pass"),
+    ),
+    *_of("parallel/shards.py:base_shards", ("settle(module)", "reshard(module)")),
+    *_of("integrations/checks.py:_sample", ("max(count, 1) - start", "max(count, 1)")),
+    *_of("integrations/trainer.py:_create_scheduler", ("self._copy(self._trainer.model)", "pass")),
     *_of("ops/climb.py:climb_into", ("over_shards(squares)", "squares")),
     *_of("tree.py:global_norm", ("over_shards(total)", "total")),
     *_of("simulation/state.py:draw_parts", ("starts = starts or shard_starts()", "pass")),

@@ -43,6 +43,8 @@ TESTS = {
     "merge/parts/sampled.py": "tests/merge/test_loops.py",
     "simulation/state.py:check_max_norm": "tests/optim/test_chain.py",
     "simulation/state.py:draw_parts": "tests/parallel/test_parallel.py",
+    "parallel/shards.py:ShardWeights": "tests/integrations/test_shards.py",
+    "parallel/shards.py:base_shards": "tests/integrations/test_shards.py",
     "ops/climb.py:climb_into": "tests/parallel/test_parallel.py",
     "tree.py:global_norm": "tests/parallel/test_parallel.py",
     "optim/muon.py:_on_shards": "tests/parallel/test_parallel.py",

@@ -4,7 +4,7 @@ import hashlib
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,11 +15,13 @@ from .. import errors, tree
 from ..grad import trained
 from ..mat.ascent import Ascent
 from ..mat.smat import Schedule, is_simulated
+from ..parallel.shards import local, rows_of, shard_problems, sharded, starts_in, total_of
 from ..parallel.world import World
 from ..simulation.relative import beside_update, update_rms
 from ..types import Predicate
 from ..where import masked_text
 
+_T = TypeVar("_T")
 _OWN_LOOPS = "PPOTrainer", "OnlineDPOTrainer", "NashMDTrainer", "XPOTrainer"  # TRL: no training_step or compute_loss
 _INSIDE_BACKWARD = "LayerWiseDummyOptimizer", "Lomo", "AdaLomo"
 _SAMPLED = 64  # values of a parameter by which another theta_0 is recognised
@@ -56,11 +58,11 @@ def record(
     return {"key": key.tolist(), **settings, "masked": masked.hexdigest(), "theta_0": hash_of(samples)}
 
 
-def of_all_processes(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The records of the processes that train together, by rank."""
+def of_all_processes(found: _T) -> list[_T]:
+    """The values of the processes that train together, by rank."""
     if not (dist.is_available() and dist.is_initialized()):
-        return [record]
-    return World(dist.get_rank(), dist.get_world_size()).gather(record)
+        return [found]
+    return World(dist.get_rank(), dist.get_world_size()).gather(found)
 
 
 def process_problems(records: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -83,14 +85,25 @@ def process_problems(records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def samples_of(base: Mapping[str, Tensor]) -> dict[str, bytes]:
-    """Some values of every parameter, whatever its dtype, by which other weights are recognised."""
-    return {path: _sample(leaf) for path, leaf in base.items()}
+    """Some values of every parameter, whatever its dtype and shards, by which other weights are recognised."""
+    bits = {path: _sample(leaf) for path, leaf in base.items()}
+    parts = {path: leaf for path, leaf in base.items() if hasattr(leaf, "to_local")}
+    if parts:  # one process has a value, the others 0
+        summed = total_of(parts)(torch.cat([bits[path] for path in parts]))
+        bits |= zip(parts, summed.split([bits[path].numel() for path in parts]), strict=True)
+    return {path: bytes(own.cpu().numpy().tobytes()) for path, own in bits.items()}
 
 
-def _sample(leaf: Tensor) -> bytes:
-    count = min(leaf.numel(), _SAMPLED)
-    places = torch.arange(count, device=leaf.device) * leaf.numel() // max(count, 1)
-    return bytes(leaf.detach().flatten()[places].double().cpu().numpy().tobytes())
+@torch.no_grad()
+def _sample(leaf: Tensor) -> Tensor:
+    """The bits of float64 values at places of the whole leaf, 0 at those that this process does not hold."""
+    own = local(leaf).flatten()
+    count, start = min(leaf.numel(), _SAMPLED), starts_in({"": leaf})[""]
+    places = torch.arange(count, device=own.device) * leaf.numel() // max(count, 1) - start
+    inside = (places >= 0) & (places < own.numel())
+    bits = torch.zeros(count, dtype=torch.int64, device=own.device)
+    bits[inside] = own[places[inside]].double().view(torch.int64)
+    return bits
 
 
 def hash_of(samples: Mapping[str, bytes]) -> str:
@@ -130,7 +143,11 @@ def resume_problems(stored: Mapping[str, Any] | None, now: Mapping[str, Any]) ->
 
 def start_problems(base: Mapping[str, Tensor], leaves: Mapping[str, Tensor]) -> list[str]:
     """The error for weights before the first step that are not theta_0, the copy of them that attach made."""
-    changed = [path for path, p in leaves.items() if not _equal(p.detach(), base[path].to(p.device, p.dtype))]
+    pairs = {path: (local(p).detach(), rows_of(p, base[path])) for path, p in leaves.items()}
+    changed = [path for path, (p, own) in pairs.items() if not _equal(p, own.to(p.device, p.dtype))]
+    if sharded(leaves):  # the same in all processes, which would wait for one that stops
+        found = set[str]().union(*of_all_processes(changed))
+        changed = [path for path in leaves if path in found]
     if not changed:
         return []
     return [
@@ -164,7 +181,8 @@ def trained_problems(trainer: Any, origin: Mapping[str, Tensor], known: Mapping[
             f"the trainer has trained for {steps} steps, so that its weights are no longer the pretrained ones: "
             "attach before train(), or give base="
         ]
-    changed = [path for path, p in origin.items() if p in known and (p.is_meta or known[p] != _sample(p))]
+    samples = samples_of({path: p for path, p in origin.items() if p in known and not p.is_meta})
+    changed = [path for path, p in origin.items() if p in known and (p.is_meta or known[p] != samples[path])]
     if not changed:
         return []
     return [
@@ -224,20 +242,25 @@ def factors(leaves: Iterable[str], adapters: Mapping[str, Any] | None) -> str:
 
 def noise_line(sigma: float, leaves: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> tuple[str, bool]:
     """Sigma beside the RMS of what was trained, and whether it is far from it; an empty text where nothing was."""
-    squares = [
-        float(update_rms({"": p.detach()}, {"": base[path].to(p.device)})) ** 2 * p.numel()
-        for path, p in leaves.items()
-    ]
-    update = (sum(squares) / max(1, sum(p.numel() for p in leaves.values()))) ** 0.5
+    squares = 0.0
+    for path, p in leaves.items():
+        own = local(p).detach()
+        squares += float(update_rms({"": own}, {"": rows_of(p, base[path]).to(p.device)})) ** 2 * own.numel()
+    squares = float(total_of(leaves)(torch.tensor(squares, dtype=torch.float64, device=_device_of(leaves))))
+    update = (squares / max(1, sum(p.numel() for p in leaves.values()))) ** 0.5
     if not sigma or not update:
         return "", False
     line, far = beside_update(sigma, update)
     return f"SMAT: {line}" + (", far from 1: docs/own_model.md says how to choose it" if far else ""), far
 
 
+def _device_of(leaves: Mapping[str, Tensor]) -> torch.device | None:
+    return next((p.device for p in leaves.values()), None)
+
+
 def gradient_problems(leaves: Mapping[str, nn.Parameter]) -> list[str]:
     """The error for gradients that are there before the first loss of an optimizer step."""
-    if any(p.grad is not None and p.grad.any() for p in leaves.values()):
+    if any(p.grad is not None and local(p.grad).any() for p in leaves.values()):
         return [
             "gradients were summed before the first compute_loss of an optimizer step, at theta: take all losses of a "
             "step in compute_loss (or after super().training_step), and attach between two steps"
@@ -335,18 +358,6 @@ def trainer_problems(trainer: Any, leaves: Mapping[str, nn.Parameter]) -> list[s
     problems = [] if leaves else ["the trainer's model has no trainable parameter"]
     problems += errors.problems_of(tree.check_floating, leaves, "the trainer's model")
     problems += [*tree.device_problems(leaves), *trained.embedding_problems(trainer.model)]
-    kinds = "fsdp", "fsdp_xla", "deepspeed"
-    problems += [
-        f"the trainer shards its weights by {name}: attach cannot switch them"
-        for name in kinds
-        if getattr(trainer, f"is_{name}_enabled", False)
-    ]
-    away = [
-        f"parameter {path!r} is a {type(p).__name__}, sharded" for path, p in leaves.items() if hasattr(p, "to_local")
-    ]
-    if away:
-        problems += errors.shortened(away, "{} more parameters are not whole in this process")
-        problems.append("load the model whole in every process")
     wrapped = [
         f"parameter {path!r} is a {type(p).__name__}, whose values are in other tensors: attach cannot switch it"
         for path, p in leaves.items()
@@ -354,7 +365,7 @@ def trainer_problems(trainer: Any, leaves: Mapping[str, nn.Parameter]) -> list[s
     ]
     problems += errors.shortened(wrapped, "{} more parameters are such tensors")
     meta = [path for path, p in leaves.items() if p.is_meta]
-    if meta:
+    if meta and not shards_later(trainer):  # which gives each process its shards
         problems.append(
             "offloaded to host memory or disk by device_map, on the meta device here: "
             f"{errors.some_of(map(repr, meta))}: use a device_map of devices alone, or train fewer parameters"
@@ -380,6 +391,40 @@ def trainer_problems(trainer: Any, leaves: Mapping[str, nn.Parameter]) -> list[s
                 "(p.requires_grad_(False)) before attach, or give them to the optimizer"
             )
     return problems
+
+
+def shards_later(trainer: Any) -> bool:
+    """Whether accelerate shards the trainer's model by FSDP2, inside ``train()``."""
+    plugin = getattr(getattr(getattr(trainer, "accelerator", None), "state", None), "fsdp_plugin", None)
+    return bool(getattr(trainer, "is_fsdp_enabled", False)) and getattr(plugin, "fsdp_version", 1) == 2
+
+
+def shard_problems_of(trainer: Any, leaves: Mapping[str, nn.Parameter], host: bool) -> list[str]:
+    """Errors for weights that are, or will be, sharded otherwise than by FSDP2 alone, and for options without shards.
+
+    Args: host: whether theta_0 is to be in host memory.
+    """
+    problems = [
+        f"the trainer shards its weights by {name}: attach cannot switch them"
+        for name in ("fsdp_xla", "deepspeed")
+        if getattr(trainer, f"is_{name}_enabled", False)
+    ]
+    if getattr(trainer, "is_fsdp_enabled", False) and not shards_later(trainer):
+        problems.append(
+            "the trainer shards its weights by fsdp: attach can switch those of FSDP2, fsdp_config={'version': 2}"
+        )
+    problems += [*trained.fsdp1_problems(leaves), *shard_problems(leaves)]
+    if host and (sharded(leaves) or shards_later(trainer)):
+        problems.append("base is 'host', which shards do not support: leave base out")
+    return problems
+
+
+def no_shards(trainer: Any) -> str:
+    """The error for a theta_0 that was to be copied from shards, and a checkpoint that was loaded before these were."""
+    return (
+        f"{type(trainer).__name__} did not shard its model by accelerate's FSDP2 before it called create_scheduler, so "
+        "that the pretrained weights of this process are not known: give base="
+    )
 
 
 def hooks_of(leaves: Mapping[str, nn.Parameter]) -> list[str]:
@@ -431,6 +476,12 @@ def base_problems(base: Mapping[str, Tensor], model: nn.Module, leaves: Mapping[
             "pretrained.named_parameters() if p.requires_grad}"
         )
     problems += errors.problems_of(tree.check_floating, base, "base")
+    unlike = [
+        f"base has a shard of {path!r} that is placed otherwise than the parameter: give the whole tensor"
+        for path, leaf in base.items()
+        if hasattr(leaf, "to_local") and path in leaves and not _placed_alike(leaf, leaves[path])
+    ]
+    problems += errors.shortened(unlike, "{} more shards of base are")
     live = sorted(_extent(p) for p in model.parameters())
     shared = []
     for path, leaf in base.items():
@@ -446,8 +497,14 @@ def base_problems(base: Mapping[str, Tensor], model: nn.Module, leaves: Mapping[
     return problems
 
 
+def _placed_alike(one: Any, other: Any) -> bool:
+    mesh = getattr(other, "device_mesh", None)
+    return bool(mesh == one.device_mesh and one.placements == other.placements)
+
+
 def _extent(tensor: Tensor) -> tuple[str, int, int]:
     """Device and addresses of a tensor's storage, which views share; none of a tensor that wraps others."""
+    tensor = local(tensor)
     if tensor.is_meta or is_traceable_wrapper_subclass(tensor):
         return str(tensor.device), 0, 0
     storage = tensor.untyped_storage()

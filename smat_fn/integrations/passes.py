@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..parallel.shards import local
 from . import checks
 from .methods import instead
 
@@ -83,7 +84,7 @@ class Passes:
             options if len(args) > 1 else options | {"inputs": again},
             inputs=inputs,
             again=again,
-            reduced=getattr(model, "require_backward_grad_sync", True),  # False in DDP's no_sync
+            reduced=_is_reduced(model, trainer.accelerator.sync_gradients),
             complete=trainer.accelerator.sync_gradients,
             numbers={name: v for name, v in vars(trainer).items() if type(v) in _NUMBERS or _is_small(v)},
             states=self._states(),
@@ -126,15 +127,16 @@ class Passes:
                     inside.enter_context(instead(trainer, "_prepare_inputs", prepared))
                     inside.enter_context(instead(trainer, "log", lambda *args, **options: None))
                     if not call.reduced:  # as the Trainer, to send gradients once
-                        inside.enter_context(accelerator.no_sync(model))
+                        inside.enter_context(_unreduced(model, accelerator))
                     training_step(*call.args, **call.options)
         finally:
             vars(trainer).update(before)
             _set(states)
 
     def _gradients(self) -> list[tuple[int, int]]:
-        grads = (p.grad for p in self._trainer.model.parameters())
-        return [(grad.data_ptr(), grad._version) for grad in grads if grad is not None]
+        with torch.no_grad():
+            grads = [local(p.grad) for p in self._trainer.model.parameters() if p.grad is not None]
+        return [(grad.data_ptr(), grad._version) for grad in grads]
 
     def _states(self) -> _States:
         found: _States = [(random.setstate, random.getstate()), (np.random.set_state, np.random.get_state())]
@@ -144,6 +146,27 @@ class Passes:
             found.append((getattr(device, f"set_rng_state{every}"), getattr(device, f"get_rng_state{every}")()))
         owned = ((own, *one) for own in vars(self._trainer).values() for one in _GENERATORS if type(own) is one[0])
         return found + [(partial(put, own), read(own)) for own, _, read, put in owned]
+
+
+def _is_reduced(model: nn.Module, complete: bool) -> bool:
+    """Whether a backward pass averages the gradient over processes. Args: complete: of the last one of the step."""
+    if hasattr(model, "set_requires_gradient_sync"):  # FSDP2 does not say
+        return complete
+    return getattr(model, "require_backward_grad_sync", True)  # False in DDP's no_sync
+
+
+@contextmanager
+def _unreduced(model: Any, accelerator: Any) -> Iterator[None]:
+    """Inside, backward passes average nothing."""
+    if not hasattr(model, "set_requires_gradient_sync"):
+        with accelerator.no_sync(model):
+            yield
+        return
+    model.set_requires_gradient_sync(False)  # transformers may have made the shards, which accelerate does not know
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
 
 
 def _is_small(value: Any) -> bool:

@@ -22,6 +22,7 @@ from ..mat.ascent import Ascent, TrainerClimb
 from ..mat.offload import storage
 from ..mat.smat import Schedule
 from ..mat.weights import SimulatedWeights
+from ..parallel.shards import ShardWeights, local, reshard, settle, sharded
 from ..simulation import Draw
 from ..simulation.state import unknown_factors
 from ..tree import predicate
@@ -35,7 +36,7 @@ _HANDLE = "_smat_attached"  # the trainer's attribute that holds the handle
 _RECORD = "smat_fn"  # the name of its settings in a checkpoint's trainer_state.json
 _ORIGINS: Any = WeakIdKeyDictionary()  # of parameters that began to train: the samples of their theta_0
 _SEEN = 8  # parameters at which a training_step is looked at
-_METHODS = "training_step", "compute_loss", "log", "call_model_init"
+_METHODS = "training_step", "compute_loss", "log", "call_model_init", "create_scheduler"
 # methods of the trainer and of its accelerator, ...
 _AT_THETA = "evaluate", "predict", "evaluation_loop", "prediction_loop", "save_model", "save_state"
 _AT_THETA_OF_MODULES = "generate", "save_pretrained"  # ... and of modules
@@ -67,6 +68,7 @@ class Attached:
         self._own = dict[str, Tensor]()  # theta_0 where none is given: a copy of the weights of ...
         self._pinned: storage.Host | None = None  # with "host": the memory of that copy
         self._model: nn.Module | None = None  # ... this model
+        self._waits = False  # whether the copy is made of shards, when accelerate has made them
         self._untrained = False  # whether no step has been trained since the copy
         self._origin = dict[str, bytes]()  # samples of theta_0, until a step is trained from it
         self._text = ""
@@ -113,7 +115,7 @@ class Attached:
         trainer.state.stateful_callbacks.pop(_RECORD, None)
         self._active = False
         self._end()
-        self._own, self._frozen, self._pinned = {}, {}, None
+        self._own, self._frozen, self._pinned, self._waits = {}, {}, None, False
 
     def _attach(self, origin: Mapping[str, Tensor]) -> None:
         trainer = self._trainer
@@ -131,9 +133,13 @@ class Attached:
 
     def _take(self, model: nn.Module, origin: Mapping[str, Tensor]) -> None:
         """theta_0 is a copy of these weights, unless it was given."""
-        self._model = model
+        self._model, leaves = model, _leaves_of(model)
+        errors.raise_problems(checks.shard_problems_of(self._trainer, leaves, self._host))
         if self._given is None:
-            self._untrained, leaves = True, trained.leaves_of(model)
+            self._untrained = True
+            self._waits = checks.shards_later(self._trainer) and not sharded(origin)
+            if self._waits:  # each process would copy the whole model, and all but the first may not have its weights
+                return
             place = "cpu" if self._host else None
             if not self._host or not any(p.is_cuda for p in leaves.values()):  # else `_hold` makes the copy
                 origin = {path: leaf.detach().to(device=place, copy=True) for path, leaf in origin.items()}
@@ -150,11 +156,12 @@ class Attached:
 
     def _check(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """The parameters to simulate. Raises: ValueError that lists everything that prevents it."""
-        leaves, where = trained.leaves_of(model), self._where(model)
+        leaves, where = _leaves_of(model), self._where(model)
         problems = checks.trainer_problems(self._trainer, leaves)
+        problems += checks.shard_problems_of(self._trainer, leaves, self._host)
         if self._given is not None:
             problems += checks.base_problems(self._given, model, leaves)
-        else:
+        elif not self._waits:
             found = trained.changes(self._own, leaves, "at attach")
             problems += found + (["freeze, unfreeze and resize before attach"] if found else [])
         problems += unknown_factors(self._schedule.factors or {}, leaves, "factors of alpha name")
@@ -176,24 +183,19 @@ class Attached:
     def _begin(self) -> None:
         """Training begins, with the model of now."""
         model = self._trainer.model
-        if self._given is None and model is not self._model:
+        known = None if self._model is None else trained.bare(self._model)
+        if self._given is None and trained.bare(model) is not known:
             raise ValueError("the trainer's model was replaced after attach, theta_0 is that of another: attach again")
         self._end()
+        if self._waits and self._trainer.state.global_step:
+            raise ValueError(checks.no_shards(self._trainer))
+        if self._waits:
+            self._copy(model)
         leaves = self._check(model)
         if isinstance(self._pinned, storage.Unpinned) and any(p.is_cuda for p in leaves.values()):  # moved since attach
             self._hold(self._own, leaves)
-        base = self._given or self._own
-        if self._host:
-            base = storage.OnHost(base, self._pinned)
-        else:
-            base = {path: base[path].to(p.device) for path, p in leaves.items()}
-        slices = max(1, self._schedule.period - 1) if self._host else None
-        climbs = None if self._twice else self._climbs
-        self._weights = SimulatedWeights(
-            leaves, base, where=self._where(model), slices=slices, once=True, climbs=climbs
-        )
+        self._weights, origin = self._simulated(model, leaves)
         self._leaves, self._dtypes = leaves, [p.dtype for p in leaves.values()]
-        origin: Mapping[str, Tensor] = self._own if self._host else base
         self._origin = checks.samples_of(origin)
         record = checks.record(self._key, self._schedule, self._climbs, origin, self._where(model), self._origin)
         errors.raise_problems(checks.process_problems(checks.of_all_processes(record)))
@@ -215,6 +217,28 @@ class Attached:
             adapters = getattr(trained.bare(model), "peft_config", None)
             if text := checks.factors(leaves, adapters):
                 _LOG.warning("%s", text)
+
+    def _simulated(
+        self, model: nn.Module, leaves: Mapping[str, nn.Parameter]
+    ) -> tuple[SimulatedWeights, Mapping[str, Tensor]]:
+        """The object that writes theta~, and theta_0."""
+        base: Any = self._given or self._own
+        where, climbs = self._where(model), None if self._twice else self._climbs
+        if sharded(leaves):
+            base = {path: base[path] for path in leaves}
+            settle(model)
+            return ShardWeights(model, leaves, base, where=where, climbs=climbs), base
+        if self._host:
+            base = storage.OnHost(base, self._pinned)
+        else:
+            base = {path: base[path].to(p.device) for path, p in leaves.items()}
+        slices = max(1, self._schedule.period - 1) if self._host else None
+        own = SimulatedWeights(leaves, base, where=where, slices=slices, once=True, climbs=climbs)
+        return own, self._own if self._host else base
+
+    def _copy(self, model: nn.Module) -> None:
+        """theta_0 is a copy of the shards that accelerate has made of a model."""
+        self._own, self._waits = {path: p.detach().clone() for path, p in _leaves_of(model).items()}, False
 
     def _remember(self, record: dict[str, Any]) -> None:
         """In the state that every checkpoint holds, for a run that resumes from it."""
@@ -243,8 +267,14 @@ class Attached:
             self._model, self._own, self._frozen, self._pinned = None, {}, {}, None
         model = self._replaced["call_model_init"](*args, **options)
         if self._active:
-            self._take(model, trained.leaves_of(model))
+            self._take(model, _leaves_of(model))
         return model
+
+    def _create_scheduler(self, *args: Any, **options: Any) -> Any:
+        """The trainer calls it when its model is prepared, before it loads a checkpoint into shards."""
+        if self._active and self._waits and sharded(_leaves_of(self._trainer.model)):
+            self._copy(self._trainer.model)
+        return self._replaced["create_scheduler"](*args, **options)
 
     def _training_step(self, *args: Any, **options: Any) -> Any:
         original = self._replaced["training_step"]
@@ -299,11 +329,11 @@ class Attached:
         return result
 
     def _check_parameters(self, model: nn.Module) -> None:
-        now = trained.leaves_of(model)  # of the wrapped model, under names of its own
+        now = _leaves_of(model)  # of the wrapped model, under names of its own
         if len(now) != len(self._leaves) or any(
             p is not q for p, q in zip(now.values(), self._leaves.values(), strict=True)
         ):
-            found = trained.changes(self._leaves, trained.leaves_of(self._trainer.model), "when training began")
+            found = trained.changes(self._leaves, _leaves_of(self._trainer.model), "when training began")
             found = found or ["the model that is trained is not the trainer's"]
             raise ValueError("; ".join([*found, "SMAT simulates those of the start: attach again, then train"]))
         if problems := checks.cast_problems(self._leaves, self._dtypes):
@@ -315,19 +345,20 @@ class Attached:
 
     def _seen(self) -> tuple[dict[str, Tensor], dict[str, int], dict[str, int]]:
         """Some gradients, the versions of their parameters, and their own: what a training_step changed shows there."""
-        some = dict(list(self._leaves.items())[:: max(1, len(self._leaves) // _SEEN)])
-        grads = {path: p.grad for path, p in some.items() if p.grad is not None}
+        paths = list(self._leaves)[:: max(1, len(self._leaves) // _SEEN)]
+        with torch.no_grad():  # a shard is the same tensor every time
+            some = {path: local(self._leaves[path]) for path in paths}
+            grads = {path: local(grad) for path in paths if (grad := self._leaves[path].grad) is not None}
         return grads, tree.versions(some), tree.versions(grads)
 
     def _left_out(self, before: tuple[dict[str, Tensor], dict[str, int], dict[str, int]]) -> bool:
         """Whether a training_step without a loss changed nothing, as where it catches an error and skips the batch."""
-        grads, versions, grad_versions = before
-        some = {path: self._leaves[path] for path in versions}
-        if self._summed < 0 or tree.written(some, versions):
+        (grads, versions, grad_versions), (now, now_versions, _) = before, self._seen()
+        if self._summed < 0 or versions != now_versions:
             return False
-        changed = {path: p for path, p in some.items() if p.grad is not grads.get(path)}
-        changed |= {path: some[path] for path in tree.written(grads, grad_versions)}
-        return not checks.gradient_problems(changed)
+        changed = [path for path in versions if now.get(path) is not grads.get(path)]
+        changed += tree.written(grads, grad_versions)
+        return not checks.gradient_problems({path: self._leaves[path] for path in changed})
 
     @contextmanager
     def _watched(self, model: nn.Module) -> Iterator[None]:
@@ -449,12 +480,13 @@ def attach(
     compared again before every step. Attaching again replaces the earlier SMAT; without base, its theta_0 stays.
 
     Args:
-        trainer: with its model in place; wrapped models (DDP), accumulation, checkpointing, mixed precision and
-            compiled models are fine.
+        trainer: with its model in place; wrapped models (DDP), FSDP2 shards, accumulation, checkpointing, mixed
+            precision and compiled models are fine.
         key: the run key, int64 (2,).
         base: theta_0 by parameter name; None: a copy of the trainable weights as they are now (before a checkpoint is
-            resumed, these are the pretrained ones), or as ``model_init`` makes them; "host": the same copy in (pinned)
-            host memory, bit-identical, moved during clean steps into the one buffer that becomes theta~.
+            resumed, these are the pretrained ones), as ``model_init`` makes them, or as accelerate shards them when
+            training begins; "host": the same copy in (pinned) host memory, bit-identical, moved during clean steps into
+            the one buffer that becomes theta~; not of shards.
         where: the masked set; None: `smat_fn.where.block_linear` of the model.
         alpha_min, drop_prob, sigma, period, noise, alpha_max, factors, antithetic: as of `smat_fn.Schedule`.
         climb: None; "clean": clean steps climb along the momentum of the trainer's optimizer; "both": simulated steps
@@ -466,7 +498,7 @@ def attach(
 
     Raises:
         ValueError: lists bad options, a base that does not match or shares memory with the model, parameters that
-            share memory, an empty masked set with ``drop_prob > 0``, sharded weights, optimizers that step in the
+            share memory, an empty masked set with ``drop_prob > 0``, shards not of FSDP2, optimizers that step in the
             backward pass or lack a parameter, those without a momentum where it is climbed along, trainers with a loop
             of their own, or trained before; in training, other parameters, weights that changed before its first step,
             a base that was written to, or another run.
@@ -474,7 +506,7 @@ def attach(
     Source: paper sections 4.1 to 4.3, for "asam" 5.1 (`smat_fn.mat.asam`); alpha_max, factors, antithetic and the
     other climbs (`smat_fn.mat.msam`) are not in it.
     Memory: theta_0 and theta~ beside the model; theta~ alone with "host", which is not copied ahead where clean steps
-    climb; theta + e takes the memory of theta~.
+    climb; theta + e takes the memory of theta~. Of shards, those of this process.
     """
     hyper: dict[str, Any] = {"alpha_min": alpha_min, "drop_prob": drop_prob, "sigma": sigma, "period": period}
     hyper |= {"noise": noise, "alpha_max": alpha_max, "factors": factors, "antithetic": antithetic}
@@ -486,7 +518,7 @@ def attach(
     errors.raise_problems(problems + checks.class_problems(trainer))
     schedule = Schedule(**hyper)
     errors.raise_problems(ascent.clean_problems(climb, period=schedule.period, off=schedule.off))
-    earlier, origin = vars(trainer).get(_HANDLE), dict[str, Tensor](trained.leaves_of(trainer.model))
+    earlier, origin = vars(trainer).get(_HANDLE), dict[str, Tensor](_leaves_of(trainer.model))
     handle = Attached(trainer, key, schedule, base=base, where=where, climb=climb, rho=rho)
     known = dict[str, Tensor]()
     if earlier is not None and earlier._model is trainer.model and earlier._own:
@@ -501,6 +533,12 @@ def attach(
     if known and earlier is not None:
         handle._untrained &= earlier._untrained
     return handle
+
+
+def _leaves_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The trainable parameters by name, those of FSDP2 as shards."""
+    reshard(model)
+    return trained.leaves_of(model)
 
 
 def _callback(handle: Attached) -> Any:
