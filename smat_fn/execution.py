@@ -29,7 +29,7 @@ class Shards(NamedTuple):
     """The whole leaves of a step whose leaves are shards of them, those of this process."""
 
     starts: Mapping[str, int]  # of each leaf, its first coordinate in the whole one
-    sizes: Mapping[str, int]  # of each leaf, how many coordinates the whole one has
+    wholes: Mapping[str, Tensor]  # of each leaf, one of the shape of the whole one, whose values are not read
     total: Callable[[Tensor], Tensor]  # the sum over all processes, each of which calls it
     whole: Callable[[str, Tensor], Tensor]  # the whole leaf at a path, of which each process gives its shard
     own: Callable[[str, Tensor], Tensor]  # this process's shard of a whole leaf at a path
@@ -166,7 +166,13 @@ def over_shards(total: Tensor) -> Tensor:
 def whole_size(leaves: Mapping[str, Tensor]) -> int:
     """The number of coordinates of leaves, those of the whole ones where these are shards."""
     own = shards()
-    return sum(leaf.numel() if own is None else own.sizes[path] for path, leaf in leaves.items())
+    return sum((leaf if own is None else own.wholes[path]).numel() for path, leaf in leaves.items())
+
+
+def whole_leaf(path: str, leaf: Tensor) -> Tensor:
+    """The leaf that a predicate is asked about: the whole one, without values, where this one is a shard of it."""
+    own = shards()
+    return leaf if own is None else own.wholes.get(path, leaf)
 
 
 def recorded(tensor: Tensor) -> bool:

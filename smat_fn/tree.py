@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .errors import raise_problems, shortened, some_of, takes
-from .execution import opaque, over_shards, transformed, valueless, wrapped
+from .execution import opaque, over_shards, transformed, valueless, whole_leaf, wrapped
 from .types import Params, Predicate, Where
 
 NORM_BLOCK = 4096
@@ -271,13 +271,9 @@ def gradients(loss: Tensor, leaves: Mapping[str, Tensor], *, touched: bool = Fal
     Raises: ValueError for a loss without a gradient, for checkpointing that hides leaves, and where ``touched``, for a
         loss that has a gradient, but in none of the leaves.
     """
-    if not loss.requires_grad:
-        if leaves:
-            raise ValueError(
-                "the loss has no gradient: it was computed under torch.no_grad, detached, or made of numbers such as "
-                ".item() gives; compute it from the parameters given to it"
-            )
+    if not leaves and not loss.requires_grad:
         return []
+    check_differentiable(loss)
     found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     if any(grad is None for grad in found) and _reentrant(loss):
         raise ValueError(
@@ -290,6 +286,15 @@ def gradients(loss: Tensor, leaves: Mapping[str, Tensor], *, touched: bool = Fal
             "first argument, as smat_fn.grad.ModuleLoss(module, loss) does, and not at a module's own weights"
         )
     return [torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(found, leaves.values(), strict=True)]
+
+
+def check_differentiable(loss: Tensor) -> None:
+    """Raises: ValueError for a loss without a gradient."""
+    if not loss.requires_grad:
+        raise ValueError(
+            "the loss has no gradient: it was computed under torch.no_grad, detached, or made of numbers such as "
+            ".item() gives; compute it from the parameters given to it"
+        )
 
 
 def _reentrant(loss: Tensor) -> bool:
@@ -496,7 +501,7 @@ def clone(tree: Params) -> Params:
 def partition(tree: Params, where: Where) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Flat leaves that ``where`` picks (`predicate`), and the others."""
     leaves, picks = flatten(tree), predicate(where)
-    picked = {path: leaf for path, leaf in leaves.items() if picks is None or picks(path, leaf)}
+    picked = {path: leaf for path, leaf in leaves.items() if picks is None or picks(path, whole_leaf(path, leaf))}
     return picked, {path: leaf for path, leaf in leaves.items() if path not in picked}
 
 

@@ -332,7 +332,7 @@ MUTANTS = [
     ),
     *_of(
         "optim/muon.py",
-        ("leaf.ndim == 2 and whole_size", "leaf.ndim == 2 or whole_size"),
+        ("leaf.ndim == 2 and leaf.numel", "leaf.ndim == 2 or leaf.numel"),
         ("nesterov=True", "nesterov=False"),
         ("0 <= momentum < 1", "0 <= momentum <= 1"),
         ("MuonState(state.step + 1, ", "MuonState(state.step, "),
@@ -980,7 +980,12 @@ MUTANTS = [
         ("reshard(self.module)\n            _swap(others)", "reshard(self.module)"),
         ("loss * one.factor, aux", "loss, aux"),
         ("dist.all_reduce(found)", "pass"),
-        ("path: p.numel() for path, p in whole.items()", "path: local(p).numel() for path, p in self._leaves.items()"),
+        ("starts_in(self._leaves), shapes,", "starts_in(self._leaves), self._shards(),"),
+        ("with on_shards(self._spread):\n            self._update", "with on_shards(None):\n            self._update"),
+        ("init(shards)._replace(params=shards)", "init(shards)"),
+        ("_restart(self.module)\n            raise", "raise"),
+        ("set_reduce_scatter_unused_params(True)", "set_reduce_scatter_unused_params(False)"),
+        ("uses[p] == count", "True"),
         ("picks(path, shapes[path])", "picks(path, leaf)"),
         ("MixedPrecisionPolicy(param_dtype=dtype, ", "MixedPrecisionPolicy("),
     ),
@@ -994,6 +999,7 @@ MUTANTS = [
     *_of("integrations/trainer.py:_create_scheduler", ("self._copy(self._trainer.model)", "pass")),
     *_of("ops/climb.py:climb_into", ("over_shards(squares)", "squares")),
     *_of("tree.py:global_norm", ("over_shards(total)", "total")),
+    *_of("tree.py:partition", ("picks(path, whole_leaf(path, leaf))", "picks(path, leaf)")),
     *_of("simulation/state.py:draw_parts", ("starts = starts or shard_starts()", "pass")),
     *_of(
         "optim/muon.py:_on_shards", ("spread.whole(path, grad.lerp(buffer, momentum))", "grad.lerp(buffer, momentum)")

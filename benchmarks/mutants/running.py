@@ -47,6 +47,7 @@ TESTS = {
     "parallel/shards.py:base_shards": "tests/integrations/test_shards.py",
     "ops/climb.py:climb_into": "tests/parallel/test_parallel.py",
     "tree.py:global_norm": "tests/parallel/test_parallel.py",
+    "tree.py:partition": "tests/parallel/test_parallel.py",
     "optim/muon.py:_on_shards": "tests/parallel/test_parallel.py",
     "_loops.py": "tests/folders/test_loops.py",
     "_loops.py:packed": "tests/ops/test_loops.py",

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim._muon import muon as torch_muon
 
 from .. import errors, tree
-from ..execution import Shards, no_grad, refuse_donation, shards, transformed, whole_size
+from ..execution import Shards, no_grad, refuse_donation, shards, transformed
 from ..types import Optimizer, Params, PerStep, Where
 from .schedules import schedule_of
 
@@ -73,7 +73,7 @@ def muon(
 
     # long for its two closures and torch's list of arguments
     def is_matrix(path: str, leaf: Tensor) -> bool:
-        return leaf.ndim == 2 and whole_size({path: leaf}) > 0 and (picks is None or picks(path, leaf))
+        return leaf.ndim == 2 and leaf.numel() > 0 and (picks is None or picks(path, leaf))
 
     def init(params: Params) -> MuonState:
         tree.check_floating(tree.flatten(params), "params")

@@ -2,8 +2,9 @@
 
 import copy
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -41,7 +42,8 @@ class Sharded:
 
     A copy of the module is sharded block by block; all processes call everything. Draws, and so simulated states, are
     those of one process bit for bit; gradients are averaged in float32, and every norm is that of all shards. For
-    the optimizers of `smat_fn.optim`, and others that are elementwise. Muon makes each direction in every process.
+    the optimizers of `smat_fn.optim`, whose predicates see whole leaves, and others that are elementwise, of which
+    there is no check (`smat_fn.optim.from_transformation`). Muon makes each direction in every process.
 
     Args:
         loss_fn: runs the module's own forward pass; may have master weights, of which FSDP2 gathers rounded ones.
@@ -83,28 +85,32 @@ class Sharded:
         errors.raise_problems(problems, "Sharded")
         self._loss_fn, self._optimizer, self._build, self._where = inner, optimizer, build, tree.predicate(where)
         self._options = {"max_grad_norm": max_grad_norm, "donate": True, **hyperparameters}
+        self._leaves: dict[str, Any] = {}  # sharded, once there is a state
 
     def init(self, params: Params) -> Any:
         """The state of this process; params are those of the whole module, theta_0.
 
-        Raises: ValueError that lists names that the module does not have, and other shapes than its own.
+        Raises: ValueError that lists names that the module does not have, and other shapes than its own; for params of
+            several dtypes, and for a number.
         """
         whole = tree.flatten(params)
         if not whole:
             raise ValueError("Sharded: params is empty: give the parameters to train, module.named_parameters()")
         tree.check_floating(whole, "params")
         self._loss_fn.check(whole)
-        shapes, picks = {path: leaf.to("meta") for path, leaf in whole.items()}, self._where
+        shapes, picks = {path: leaf.detach().to("meta") for path, leaf in whole.items()}, self._where
         asked: Where | None = None if picks is None else lambda path, _: bool(picks(path, shapes[path]))
-        errors.raise_problems(errors.problems_of(self._method, self._loss_fn, shapes, asked), "Sharded")
+        errors.raise_problems(
+            _unshardable(shapes) + errors.problems_of(self._method, self._loss_fn, shapes, asked), "Sharded"
+        )
         module = sharded_copy(self._loss_fn.module, whole, self._dtype)
-        self._leaves: dict[str, Any] = {path: p for path, p in module.named_parameters() if p.requires_grad}
-        sizes = {path: p.numel() for path, p in whole.items()}
-        self._spread = Shards(starts_in(self._leaves), sizes, _total, self._gathered, self._own)
+        self._leaves = {path: p for path, p in module.named_parameters() if p.requires_grad}
+        self._spread = Shards(starts_in(self._leaves), shapes, _total, self._gathered, self._own)
         shards = self._shards()
         base = self._theta_0(shards)
         method = self._method(_ShardedLoss(self._loss_fn, module, self._leaves), base, asked)
-        self._update, state = method.update, method.init(shards)
+        with on_shards(self._spread):
+            self._update, state = method.update, method.init(shards)._replace(params=shards)
         if wide := _not_elementwise(state.opt_state):
             raise ValueError(
                 f"Sharded: the optimizer's state holds a {wide}, but a process sees its shards alone: take adam or "
@@ -203,12 +209,17 @@ class _ShardedLoss(WrappedLoss):
         loss, aux = loss_and_aux(self.inner.loss(module, one.batch, key=own))
         return loss * one.factor, aux
 
+    def wants_key(self) -> bool:
+        """As the loss on shards: the module that was given may be in another mode by now."""
+        return self.inner.wants_key() or any(part.training for part in self.module.modules())
+
     def gradient(
         self, leaves: Mapping[str, Tensor], run: Callable[[nn.Module], tuple[Tensor, Aux]]
     ) -> tuple[tuple[Tensor, Aux], Sequence[Tensor]]:
         """The loss averaged over processes, aux of this one, and the shards of the mean gradients."""
-        with on_shards(None), self._holding(leaves), self.running():
+        with on_shards(None), self._holding(leaves), self.running(), _naming_shards():
             loss, aux = run(self.module)
+            tree.check_differentiable(loss)
             loss.backward()
         grads = []
         for p in (self._leaves[path] for path in leaves):
@@ -226,9 +237,35 @@ class _ShardedLoss(WrappedLoss):
         _swap(others)
         try:
             yield
+        except BaseException:
+            _restart(self.module)
+            raise
         finally:
             reshard(self.module)
             _swap(others)
+
+
+def _restart(module: Any) -> None:
+    """Drop what a pass that ended in an exception has left, gradients above all: the next would be added to them."""
+    module.zero_grad()  # of gathered weights
+    with suppress(AttributeError):  # since torch 2.13, and once the module itself has run
+        module.reset_iter_state()
+    reshard(module)
+    module.zero_grad()  # of shards
+
+
+@contextmanager
+def _naming_shards() -> Iterator[None]:
+    """Raises: ValueError for a weight that was read while a process held its shard alone."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise ValueError(
+            "a weight was read outside of the forward pass that gathers it: on shards a loss calls the module itself, "
+            "module(...), and a module the members of its nn.ModuleLists; others train without shards"
+        ) from error
 
 
 def _swap(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -243,6 +280,8 @@ def _swap(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 def sharded_copy(module: nn.Module, params: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> nn.Module:
     """A copy of the module on these parameters, the only ones trained, sharded by FSDP2: each block, then the rest.
 
+    Numbers, which have no rows, stay whole. A process may leave out parameters of a block, but no block.
+
     Args: dtype: of all parameters while the module runs; None: their own.
     """
     from torch.distributed.device_mesh import init_device_mesh
@@ -250,18 +289,23 @@ def sharded_copy(module: nn.Module, params: Mapping[str, Tensor], dtype: torch.d
 
     own = copy.deepcopy(module)
     for path, p in own.named_parameters():
-        if path in params:
-            p.data = params[path].detach().clone()
+        p.data = params[path].detach().clone() if path in params else p.data
+        p.data = p.data.contiguous()  # as FSDP2 wants them
         p.requires_grad_(path in params)
+    numbers = {p for p in own.parameters() if not p.ndim}
+    for p in numbers:
+        p.data = p.data.to(dtype if p.is_floating_point() else None)
     narrow = dtype is not None or any(tree.compute_dtype(leaf) != leaf.dtype for leaf in params.values())
     # the layers get what they get in a module that is not sharded
     wide = torch.float32 if narrow else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide, cast_forward_inputs=False)
     # by default that of a GPU, to which weights would be moved from the CPU
     mesh = init_device_mesh(next(iter(params.values())).device.type, (dist.get_world_size(),))
-    for block in _blocks(own):
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(own, mesh=mesh, mp_policy=policy)
+    for block in _blocks(own, _uses(own)):
+        fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=numbers)
+    root: Any = fully_shard(own, mesh=mesh, mp_policy=policy, ignored_params=numbers)
+    if hasattr(root, "set_reduce_scatter_unused_params"):  # since torch 2.13
+        root.set_reduce_scatter_unused_params(True)  # losses may touch other parameters in each process
     settle(own)
     return own
 
@@ -274,19 +318,41 @@ def _unrounded(loss_fn: Any) -> tuple[Any, torch.dtype | None]:
     return inner.inner if isinstance(inner, FrozenRounded) else inner, loss_fn.dtype
 
 
-def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The members of lists of modules, the outermost."""
+def _blocks(module: nn.Module, uses: Mapping[Tensor, int]) -> Iterator[nn.Module]:
+    """The members of lists of modules, the outermost, but those that share a weight. Args: uses: of the root."""
     for child in module.children():
         if isinstance(child, nn.ModuleList):
-            yield from (member for member in child if next(member.parameters(), None) is not None)
+            found = ((member, _uses(member)) for member in child)
+            yield from (member for member, own in found if own and all(uses[p] == count for p, count in own.items()))
         else:
-            yield from _blocks(child)
+            yield from _blocks(child, uses)
+
+
+def _uses(module: nn.Module) -> Counter[Tensor]:
+    """How many names each parameter has in a module."""
+    return Counter(p for _, p in module.named_parameters(remove_duplicate=False))
+
+
+def _unshardable(leaves: Mapping[str, Tensor]) -> list[str]:
+    """Errors for parameters that FSDP2 does not train."""
+    found = [
+        f"parameter {path!r} is one number, of which processes cannot hold shares: freeze it (leave it out of params), "
+        "or train without shards"
+        for path, leaf in leaves.items()
+        if not leaf.ndim
+    ]
+    if len(kinds := {tree.dtype_name(leaf): path for path, leaf in reversed(list(leaves.items()))}) > 1:
+        named = ", ".join(f"{path!r} {kind}" for kind, path in sorted(kinds.items()))
+        found.append(f"params have several dtypes ({named}), FSDP2 trains one: tree.cast them, --precision of train.py")
+    return found
 
 
 def _check_state(state: Any, shards: Mapping[str, Tensor]) -> None:
     """Raises: ValueError for a state of other shards than these, which would be overwritten by it."""
     if not hasattr(state, "opt_state"):
         raise ValueError(f"state is a {type(state).__name__}: give what init or update of these shards returned")
+    if isinstance(state.step, Tensor):
+        raise ValueError("the step of state is a tensor, as compiled steps have it: on shards it is a number")
     try:
         tree.check_same(shards, "the shards of this process", **{"the state": tree.flatten(state.params)})
     except ValueError as error:

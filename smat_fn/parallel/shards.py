@@ -240,7 +240,7 @@ class ShardWeights(SimulatedWeights):
         self._climbs, self._sharded, self._whole = climbs, module, leaves
         self._spread = Shards(
             starts,
-            {path: p.numel() for path, p in leaves.items()},
+            leaves,
             total_of(leaves),
             lambda path, shard: gathered(leaves[path], shard),
             lambda path, whole: rows_of(leaves[path], whole),

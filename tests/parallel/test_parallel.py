@@ -14,6 +14,7 @@ from smat_fn import draw, merge, optim, parallel, random, reweight, simulate, va
 from smat_fn.data.batching import split_rows
 from smat_fn.grad import ModuleLoss, with_master_weights
 from smat_fn.mat import asam, finetune, orthoreg, smat
+from smat_fn.mat import step as steps
 from smat_fn.mat import weights as of_weights
 from smat_fn.mat.weights import SimulatedWeights
 from smat_fn.parallel import ALONE, replicas, world
@@ -258,11 +259,18 @@ def test_methods_take_the_same_steps_on_shards(found, name):
     assert own == found[1]["on shards"][name][1]
     torch.testing.assert_close(own, norms, rtol=1e-6, atol=0)
     # elsewhere weights depend on a norm, whose float32 sums end where a shard ends
-    exact = name in ("ft", "mergopt", "l2sp", "mixout", "smat", "by depth", "mixed", "rounded", "rounded, frozen")
+    exact = "ft", "mergopt", "l2sp", "mixout", "smat", "by depth", "mixed", "rounded", "rounded, frozen", "muon"
     for path, leaf in wanted.items():
-        torch.testing.assert_close(weights[path], leaf, rtol=0, atol=0 if exact else 1e-6)
+        torch.testing.assert_close(weights[path], leaf, rtol=0, atol=0 if name in exact else 1e-6)
     if name != "ft":
         assert not torch.equal(weights["last.weight"], found[0]["on shards"]["ft"][0]["last.weight"])
+
+
+def test_odd_modules_take_the_same_steps_on_shards_after_one_that_ran_out_of_memory(found):
+    wanted = worker.odd(lambda build, *given, **options: build(*given, **options), worker.odd_batches)
+    assert found[0]["odd"].keys() == wanted.keys()
+    for path, leaf in wanted.items():
+        torch.testing.assert_close(found[0]["odd"][path], leaf, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(("weights", "size"), [((3, 3, 2, 2), 2), ((5, 1, 1), 2), ((4,), 3)])
@@ -429,6 +437,23 @@ def test_a_loss_on_shards_has_a_key_of_its_process():
     assert torch.stack(seen).tolist() == torch.stack(keys * 2).tolist()
 
 
+def test_dropout_on_shards_has_keys_whatever_becomes_of_the_module():
+    module, losses = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Dropout(), torch.nn.Linear(7, 1)), []
+    base = {path: p.detach() for path, p in module.named_parameters()}
+    parts = [Micro(parallel.Share(tuple(part.float() for part in worker.batch(0)), 1.0))]
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        for seed in range(2):
+            shards = parallel.Sharded(ModuleLoss(module.train(), worker.squares), optim.adam(1e-2))
+            state = shards.init(base)
+            module.eval()
+            torch.manual_seed(seed)
+            losses.append(shards.update(KEY, state, parts)[1].loss)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert losses[0] == losses[1] != worker.squares(module, parts[0].batch.batch)[0]
+
+
 def test_what_shards_would_ignore_or_get_wrong_is_refused(monkeypatch):
     module, adam = worker.model(torch.float32), optim.adam(1e-2)
     loss_fn = ModuleLoss(module, worker.squares)
@@ -471,6 +496,31 @@ def test_what_shards_would_ignore_or_get_wrong_is_refused(monkeypatch):
         for wrong, text in ((base, "state is a dict"), (few, "state lacks parameter '0.weight' of the shards of")):
             with pytest.raises(ValueError, match=f"{text}.*: give what init or update of these shards returned"):
                 shards.update(KEY, wrong, parts)
+        with pytest.raises(ValueError, match="the step of state is a tensor"):
+            shards.update(KEY, steps.as_tensors(state), parts)
+        with pytest.raises(ValueError, match=r"state has parameter '0.weight' that the shards .* lacks"):
+            parallel.Sharded(loss_fn, adam).update(KEY, state, parts)
+        several = {**base, "4.bias": base["4.bias"].double()}
+        with pytest.raises(
+            ValueError, match=r"several dtypes \('0.weight' float32, '4.bias' float64\).*: tree.cast them"
+        ):
+            shards.init(several)
+        for loss, text in (
+            (lambda module, batch: (batch[1].sum(), None), "the loss has no gradient"),
+            (
+                lambda module, batch: (module[4].weight.sum() * module[0](batch[0]).sum(), None),
+                "outside of the forward",
+            ),
+        ):
+            own = parallel.Sharded(ModuleLoss(module, loss), adam)
+            with pytest.raises(ValueError, match=text):
+                own.update(KEY, own.init(base), parts)
+        number = torch.nn.ParameterDict({"scale": torch.tensor(1.0)})
+        with pytest.raises(ValueError, match=r"parameter 'scale' is one number.*: freeze it"):
+            parallel.Sharded(ModuleLoss(number, worker.squares), adam).init(dict(number.named_parameters()))
+        places = [leaf.data_ptr() for leaf in state.params.values()]
+        state, _ = shards.update(KEY, state, parts)  # of which there is no copy
+        assert [leaf.data_ptr() for leaf in state.params.values()] == places
         merging = parallel.Sharded(ModuleLoss(module, merged_outputs), adam)
         with pytest.raises(
             ValueError, match=r"'w' of expert '0' requires grad inside a loss, and merging has no deriv"

@@ -367,7 +367,7 @@ ON_SHARDS = {
     "mixed": (smat, {"lam": 0.3}),
     "rounded": (smat, {"period": 2}),
     "rounded, frozen": (smat, {"period": 2}),
-    "muon": (smat, {"period": 2, "climb": "clean", "muon": True}),
+    "muon": (smat, {"period": 2, "muon": True}),
 }
 SHARDED = Training(steps=7, lr=1e-2, optimizer="adamw", weight_decay=0.1, max_grad_norm=0.3, accumulate=2)
 
@@ -424,9 +424,9 @@ def stepped(name, build, batch_of=lambda part: part):
         loss_fn = with_master_weights(loss_fn)
     strengths = STRENGTHS if method is smat else {}
     given = {"where": suite.where, **strengths, **options}
-    optimizer = optim.adamw(1e-2, weight_decay=0.1)
+    optimizer = optim.adamw(1e-2, weight_decay=0.1, decays=not_of_four_rows)
     if given.pop("muon", False):
-        optimizer = optim.muon(1e-2, rest=optimizer, where=suite.where, weight_decay=0.1)
+        optimizer = optim.muon(1e-2, rest=optimizer, where=not_of_four_rows, weight_decay=0.1)
     own = build(method.build, loss_fn, optimizer, start, **given)
     state, norms = own.init(start), []
     for step in range(5):
@@ -435,6 +435,68 @@ def stepped(name, build, batch_of=lambda part: part):
         state, info = own.update(KEY, state, parts)
         norms.append(info.grad_norm)
     return tree.flatten(getattr(own, "whole", lambda state: state)(state).params), norms
+
+
+def not_of_four_rows(path, leaf):
+    """Holds for all of `Blocks`; a shard of the first layer has four rows."""
+    return leaf.shape[0] != 4
+
+
+class Odd(Blocks):
+    """A weight of two layers, another that is transposed in memory, a frozen number, a layer that few batches need."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(5, 5), torch.nn.Linear(5, 5), torch.nn.Linear(5, 3)])
+        self.layers[1].weight = self.layers[0].weight
+        self.layers[2].weight.data = torch.randn(5, 3).T
+        self.scale = torch.nn.Parameter(torch.tensor(1.3), requires_grad=False)
+        self.first, self.seldom = torch.nn.Linear(5, 5), torch.nn.Linear(5, 1)
+
+    def forward(self, x):
+        out = super().forward(Fails.apply(self.first(x))) * self.scale
+        return out + self.seldom(x) if len(x) == 4 else out
+
+
+class Fails(torch.autograd.Function):
+    """The identity, whose backward pass runs out of memory while ``now`` is set."""
+
+    now = False
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if Fails.now:
+            raise torch.OutOfMemoryError("no more")
+        return grad
+
+
+def odd(build, parts):
+    """Weights after steps of `Odd` on these micro-batches; on shards the first one fails, and is taken again."""
+    torch.manual_seed(0)
+    module = Odd()
+    start = {path: p.detach().clone() for path, p in module.named_parameters() if p.requires_grad}
+    own = build(
+        smat.build, ModuleLoss(module, squares), optim.adamw(1e-2, weight_decay=0.1), start, period=1, **STRENGTHS
+    )
+    state = own.init(start)
+    if build is Sharded:
+        Fails.now = True
+        try:
+            own.update(KEY, state, parts(0))
+        except torch.OutOfMemoryError:
+            Fails.now = False
+    for step in range(3):
+        state, _ = own.update(KEY, state, parts(step))
+    return getattr(own, "whole", lambda state: state)(state).params
+
+
+def odd_batches(step):
+    """A batch for each of two processes, of which the first one alone needs the layer."""
+    return [Micro(tuple(part.float() for part in batch(step, rows=rows))) for rows in (4, 5)]
 
 
 def Sharded(build, loss_fn, optimizer, base, **options):  # as a method's build
@@ -522,6 +584,7 @@ def main(rank, folder):
     found["interrupted"] = interrupted(rank, Path(folder))
     found["apart"] = apart(rank, Path(folder))
     found["on shards"] = on_shards()
+    found["odd"] = odd(Sharded, lambda step: [Micro(parallel.Share(odd_batches(step)[rank].batch, 1.0))])
     found["train.py"] = shards_of_train_py(rank, Path(folder))
     torch.save(found, Path(folder) / f"found{rank}.pt")
     dist.destroy_process_group()
