@@ -4,7 +4,7 @@ import copy
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from ..mat.step import State
 from ..optim.chain import ChainState
 from ..types import Aux, Method, Micro, Optimizer, Params, Where
 from .replicas import Share, check_shared, of_this_process
-from .shards import gathered, local, reshard, rows_of, settle, starts_in
+from .shards import gathered, local, reshard, restart, rows_of, settle, starts_in
 
 _BLOCK = 1 << 20  # numbers that are exchanged at once
 SHARDED: dict[Callable[..., Method], bool] = {  # methods, and whether they read theta_0 after the first step
@@ -238,20 +238,12 @@ class _ShardedLoss(WrappedLoss):
         try:
             yield
         except BaseException:
-            _restart(self.module)
+            restart(self.module)
+            self.module.zero_grad()  # of the blocks that were done: the next would be added to them
             raise
         finally:
             reshard(self.module)
             _swap(others)
-
-
-def _restart(module: Any) -> None:
-    """Drop what a pass that ended in an exception has left, gradients above all: the next would be added to them."""
-    module.zero_grad()  # of gathered weights
-    with suppress(AttributeError):  # since torch 2.13, and once the module itself has run
-        module.reset_iter_state()
-    reshard(module)
-    module.zero_grad()  # of shards
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -66,8 +66,9 @@ def simulated_shards(
     """Sets the module's shards to those of theta~ inside, and restores theta on exit, even after an exception.
 
     Forward and backward of all micro-batches of a step belong inside, `reweight_grads`, clipping and the optimizer
-    after it. No process needs another one's numbers: together the shards are the state that one process would simulate
-    (Eq. smat-state), bit for bit.
+    after it; a step whose pass ended in an exception in all processes can be taken again after ``zero_grad``. No
+    process needs another one's numbers: together the shards are the state that one process would simulate (Eq.
+    smat-state), bit for bit.
 
     Args:
         base: of `base_shards`.
@@ -90,6 +91,9 @@ def simulated_leaves(
     try:
         with weights.at(drawn):
             yield
+    except BaseException:
+        restart(module)
+        raise
     finally:
         reshard(module)
 
@@ -112,6 +116,18 @@ def reshard(module: nn.Module) -> None:
     """Shard again the weights that a forward pass without a backward one left gathered: the next would use them."""
     for part in _parts(module):
         part.reshard()
+
+
+def restart(module: Any) -> None:
+    """Shard again after an exception in a pass, and drop what it has left: FSDP2's states, gradients not yet shared."""
+    if not any(True for _ in _parts(module)):
+        return
+    for p in module.parameters():
+        if not hasattr(p, "to_local"):  # gathered, while its gradient is to be averaged
+            p.grad = None
+    with suppress(AttributeError):  # since torch 2.13, and once the module itself has run
+        module.reset_iter_state()
+    reshard(module)
 
 
 def settle(module: nn.Module) -> None:
