@@ -201,7 +201,7 @@ class _ShardedLoss(WrappedLoss):
 
     def __init__(self, inner: ModuleLoss, module: nn.Module, leaves: Mapping[str, Any]) -> None:
         ModuleLoss.__init__(self, module, inner.loss, training=inner.training)
-        self.inner, self._leaves = inner, leaves
+        self.inner, self._leaves, self._failed = inner, leaves, False
 
     def loss(self, module: nn.Module, *args: Share, key: Tensor | None = None) -> tuple[Tensor, Aux]:
         (one,) = args
@@ -217,6 +217,10 @@ class _ShardedLoss(WrappedLoss):
         self, leaves: Mapping[str, Tensor], run: Callable[[nn.Module], tuple[Tensor, Aux]]
     ) -> tuple[tuple[Tensor, Aux], Sequence[Tensor]]:
         """The loss averaged over processes, aux of this one, and the shards of the mean gradients."""
+        if self._failed:
+            raise ValueError(
+                "a pass before ended in an exception, from which FSDP2 recovers from torch 2.13 on: begin with init"
+            )
         with on_shards(None), self._holding(leaves), self.running(), _naming_shards():
             loss, aux = run(self.module)
             tree.check_differentiable(loss)
@@ -239,6 +243,7 @@ class _ShardedLoss(WrappedLoss):
             yield
         except BaseException:
             restart(self.module)
+            self._failed = not hasattr(self.module, "reset_iter_state")
             self.module.zero_grad()  # of the blocks that were done: the next would be added to them
             raise
         finally:

@@ -66,7 +66,7 @@ def simulated_shards(
     """Sets the module's shards to those of theta~ inside, and restores theta on exit, even after an exception.
 
     Forward and backward of all micro-batches of a step belong inside, `reweight_grads`, clipping and the optimizer
-    after it; a step whose pass ended in an exception in all processes can be taken again after ``zero_grad``. No
+    after it; from torch 2.13 on, a step that ended in an exception can be taken again after ``zero_grad``. No
     process needs another one's numbers: together the shards are the state that one process would simulate (Eq.
     smat-state), bit for bit.
 
