@@ -14,7 +14,7 @@ import torch
 import torch._inductor.config
 from torch import Tensor
 
-from smat_fn import draw, optim, random, reweight, simulate
+from smat_fn import draw, optim, random, reweight, simulate, value_and_grad
 from smat_fn.mat import smat
 from smat_fn.mat.step import as_tensors
 
@@ -45,7 +45,7 @@ def main(*, layers: tuple[int, ...] = LAYERS, out: Path = RESULTS, dry_run: bool
 def measured(layers: tuple[int, ...], dry_run: bool) -> list[dict[str, Any]]:
     """Rows of the table."""
     rows = []
-    for name, make in (("simulate and reweight", simulation), ("a step of SMAT with AdamW", step)):
+    for name, make in CASES.items():
         for count in layers:
             function, arguments = make(leaves(count))
             backends = ("eager",) if dry_run else ("eager", "inductor")
@@ -70,13 +70,22 @@ def simulation(params: dict[str, Tensor]) -> Case:
 
 
 def step(params: dict[str, Tensor]) -> Case:
-    """A whole step whose loss is a sum."""
-
-    def loss(params: Any, batch: Tensor) -> tuple[Tensor, None]:
-        return torch.stack([leaf.float().sum() for leaf in params.values()]).sum() * batch, None
-
+    """A whole step."""
     method = smat.build(loss, optim.adamw(1e-3, weight_decay=0.1), params, max_grad_norm=1.0, engine="func")
     return method.update, (random.key(0), as_tensors(method.init(params)), torch.ones(()))
+
+
+def loss(params: Any, batch: Tensor) -> tuple[Tensor, None]:
+    """A sum."""
+    return torch.stack([leaf.float().sum() for leaf in params.values()]).sum() * batch, None
+
+
+def gradient(params: dict[str, Tensor]) -> Case:
+    """The part of a step that is the user's."""
+    return value_and_grad(loss, engine="func"), (params, torch.ones(()))
+
+
+CASES = {"simulate and reweight": simulation, "the loss and its gradient": gradient, "a step of SMAT with AdamW": step}
 
 
 def leaves(layers: int) -> dict[str, Tensor]:

@@ -229,8 +229,8 @@ def uniform(
         drawn_words = _words(seed, offset + numpy.arange(-(-size // 4))).T.reshape(-1)[:size]
         unit = torch.from_numpy((drawn_words & 0xFFFFFF) * 2.0**-24)
     else:
-        counters = torch.arange(-(-size // 4), device=key.device)
-        words = torch.stack(philox(key[0].expand(counters.shape), key[1] + counters), -1).reshape(-1)[:size]
+        pairs = _derive(key, numpy.arange(-(-size // 4)))
+        words = torch.stack((pairs & _WORD, (pairs >> 32) & _WORD), -1).reshape(-1)[:size]
         unit = (words & 0xFFFFFF).to(torch.float64) * 2.0**-24
     drawn = (minval + (maxval - minval) * unit).to(dtype).reshape(shape)
     if (minval, maxval) == (0, 1) and torch.finfo(dtype).eps <= 2.0**-23:  # u has as many bits as float32
@@ -264,9 +264,25 @@ def _derive(key: Tensor, data: int | numpy.ndarray | Tensor) -> Tensor:
         return torch.from_numpy(_pairs(key.numpy(), blocks.astype(numpy.int64)))
     if isinstance(data, numpy.ndarray):
         data = torch.arange(data.size, device=key.device).view(data.shape)
+    given, number = (data, 0) if isinstance(data, Tensor) else (None, data)
+    every = (key,) if given is None else (key, given)
+    if execution.opaque(*every) and all(tensor.is_cpu for tensor in every):  # on a device the rounds are fused
+        return torch.ops.smat_fn.derive(key, given, number)
     seed, counter = torch.broadcast_tensors(key[..., 0], key[..., 1] + data)
     w0, w1, w2, w3 = philox(seed, counter)
     return torch.stack((w0 | (w1 << 32), w2 | (w3 << 32)), -1)
+
+
+@torch.library.custom_op("smat_fn::derive", mutates_args=())
+def _operation(key: Tensor, data: Tensor | None, number: int) -> Tensor:
+    """`_derive` as an operation of compiled code. Args: data: or else ``number``."""
+    return _derive(key, number if data is None else data)
+
+
+@_operation.register_fake
+def _(key, data, number):  # type: ignore[no-untyped-def]
+    blocks = key.shape[:-1] if data is None else torch.broadcast_shapes(key.shape[:-1], data.shape)
+    return key.new_empty((*blocks, 2))
 
 
 def _pairs(key: numpy.ndarray, data: numpy.ndarray) -> numpy.ndarray:

@@ -131,6 +131,7 @@ MUTANTS = [
         ("(1 - lam) * loss + lam * merged_loss", "(1 - lam) * loss"),
         ("merged = reweight(merged, drawn, where=self._where)", "pass"),
     ),
+    *_of("ops/library.py:choose_into", ("if not chosen:", "if chosen:")),
     *_of(
         "mat/simulated.py",
         ("slices=period - 1", "slices=period"),
@@ -326,7 +327,9 @@ MUTANTS = [
         "optim/adam.py",
         ("float(step), dtype", "float(step + 1), dtype"),
         ("AdamState(state.step + 1, mu, nu)", "AdamState(state.step + 1, nu, mu)"),
-        ("beta1=betas[0]", "beta1=betas[1]"),
+        ("_Numbers(*betas, eps", "_Numbers(*betas[::-1], eps"),
+        ("_counts(int(step), new, fused)", "_counts(int(step) + 1, new, fused)"),
+        ("counts = list(step.float()", "counts = list((step + 1).float()"),
         ("0 <= b < 1", "0 <= b <= 1"),
         ("grad if grad.stride() == param.stride() else torch.empty_like(param).copy_(grad)", "grad"),
     ),

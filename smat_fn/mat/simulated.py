@@ -52,12 +52,14 @@ def either_gradient(loss_fn: LossFn, base: Params, *, where: Where | None, engin
     def at(params: Params, batch: Batch, drawn: Draw, simulated: Tensor) -> Result:
         check_base()
 
-        def either(merged: Tensor, own: Tensor) -> Tensor:
-            return torch.where(simulated.to(own.device), merged, own)
+        def either(merged: Params, own: Params) -> Params:
+            leaves, others = tree.flatten(merged), tree.flatten(own)
+            found = ops.autograd.choose(simulated, list(leaves.values()), [others[path] for path in leaves])
+            return tree.unflatten(merged, dict(zip(leaves, found, strict=True)))
 
-        states = tree.tree_map(either, no_grad(simulate)(params, base, drawn, where=where), params)
+        states = either(no_grad(simulate)(params, base, drawn, where=where), params)
         loss, aux, grads = accumulate(gradient, states, batch)
-        return loss, aux, tree.tree_map(either, no_grad(reweight)(grads, drawn, where=where), grads)
+        return loss, aux, either(no_grad(reweight)(grads, drawn, where=where), grads)
 
     return at
 

@@ -52,9 +52,20 @@ def reweight_and_clip(
     norm = tree.global_norm(leaves)
     if max_norm is not None:
         factor = library.clip_factor(norm, max_norm)
+        if opaque(*leaves.values(), factor):
+            return dict(zip(leaves, library.scaled(list(leaves.values()), factor), strict=True)), norm.float()
         wide = {path: _wide(g, g) for path, g in leaves.items()}
         leaves = {p: (g * factor.to(g.device, g.dtype)).to(leaves[p].dtype) for p, g in wide.items()}
     return leaves, norm.float()
+
+
+def choose(chosen: Tensor, merged: Sequence[Tensor], own: Sequence[Tensor]) -> list[Tensor]:
+    """Leaves of ``merged`` where a 0-d bool says so, else of ``own``; compiled code may write into merged."""
+    if opaque(chosen, *merged, *own):
+        library.choose_into(chosen, list(merged), list(own))
+        return list(merged)
+    flags = {device: chosen.to(device) for device in dict.fromkeys(leaf.device for leaf in own)}
+    return [torch.where(flags[o.device], m, o) for m, o in zip(merged, own, strict=True)]
 
 
 class _Simulate(torch.autograd.Function):

@@ -127,6 +127,21 @@ for _made, _written in ((simulate, simulate_into), (reweight, reweight_into)):
     _written.register_fake(lambda *given: None)
 
 
+@torch.library.custom_op("smat_fn::choose_into", mutates_args=("merged",), tags=TAGS)
+def choose_into(chosen: Tensor, merged: list[Tensor], own: list[Tensor]) -> None:
+    """Leaves of ``own`` written into ``merged`` unless a 0-d bool says that the step is simulated."""
+    if chosen.is_cpu:
+        if not chosen:
+            torch._foreach_copy_(merged, own)
+        return
+    flags = {device: chosen.to(device) for device in {leaf.device for leaf in own}}
+    for into, leaf in zip(merged, own, strict=True):
+        torch.where(flags[leaf.device], into, leaf, out=into)
+
+
+choose_into.register_fake(lambda *given: None)
+
+
 @torch.library.custom_op("smat_fn::block_squares", mutates_args=(), tags=TAGS)
 def block_squares(leaves: list[Tensor]) -> Tensor:
     """`smat_fn.tree.block_squares`: a launch, or a pass of compiled loops, for each device and dtype that has one."""
@@ -250,15 +265,30 @@ def reweight_and_clip(
 
 
 def _scale(sources: list[Tensor], targets: list[Tensor], factor: Tensor) -> None:
-    """``source * factor``, rounded once: on each device the reweighting of a gradient that is not masked."""
-    devices: dict[torch.device, list[int]] = {}
-    for i, source in enumerate(sources):
-        devices.setdefault(source.device, []).append(i)
-    for device, rows in devices.items():
+    """``source * factor``, rounded once."""
+    for rows, given in _factors(sources, factor):
         own, into = ([leaves[i] for i in rows] for leaves in (sources, targets))
+        reweight_into(own, into, *given)
+
+
+def scaled(leaves: list[Tensor], factor: Tensor) -> list[Tensor]:
+    """``leaf * factor`` in new memory, rounded once, for compiled code."""
+    found: dict[int, Tensor] = {}
+    for rows, given in _factors(leaves, factor):
+        found.update(zip(rows, reweight([leaves[i] for i in rows], *given), strict=True))
+    return [found[i] for i in range(len(leaves))]
+
+
+def _factors(
+    leaves: Sequence[Tensor], factor: Tensor
+) -> Iterator[tuple[list[int], tuple[Tensor, Tensor, Tensor, list[bool], list[int]]]]:
+    """The leaves of each device, and arguments that make their reweighting a product, since nothing is masked."""
+    devices: dict[torch.device, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        devices.setdefault(leaf.device, []).append(i)
+    for device, rows in devices.items():
         streams = torch.zeros((2, len(rows), 2), dtype=torch.int64, device=device)
-        nothing: tuple[list[bool], list[int]] = ([False] * len(rows), [0] * len(rows))
-        reweight_into(own, into, streams, factor.to(device), streams.new_zeros(()), *nothing)
+        yield rows, (streams, factor.to(device), streams.new_zeros(()), [False] * len(rows), [0] * len(rows))
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

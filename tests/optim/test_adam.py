@@ -1,5 +1,6 @@
 """Adam and AdamW against torch.optim's classes, bit for bit, and as pure functions."""
 
+import importlib
 import math
 
 import pytest
@@ -9,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from smat_fn import checkpoint, optim, tree
 from smat_fn.types import Optimizer
 
+adam = importlib.import_module("smat_fn.optim.adam")  # whose name is the function's
 STEPS = 10
 SHAPES = {"w": (5, 3), "b": (3,), "scalar": (), "empty": (0, 2), "big": (70, 3)}
 IMPLEMENTATIONS = {"default": {}, "single": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
@@ -121,6 +123,88 @@ def test_steps_are_counted_in_float32_whatever_the_default_dtype(kind, how):
     finally:
         torch.set_default_dtype(torch.float32)
     assert_equal(got, want)
+
+
+OPTIMIZERS = {
+    "rate that is a tensor": optim.adam(torch.tensor(1e-2, dtype=torch.float64), betas=(0.7, 0.95), eps=1e-3),
+    "weight decay by leaf": optim.adamw(1e-2, weight_decay=0.05, decays=lambda path, leaf: leaf.ndim == 2),
+    "schedule": optim.adamw(optim.cosine(1e-2, 8, warmup=2), weight_decay=0.05, foreach=True),
+    "fused": optim.adamw(1e-2, weight_decay=0.05, fused=True),
+}
+
+
+def test_a_compiled_update_has_the_bits_of_a_plain_one():
+    """Strided, 0-d and empty leaves of three dtypes, which are not written to."""
+
+    def mixed(seed):
+        dtypes = {"w": torch.float64, "b": torch.bfloat16, "big": torch.bfloat16}
+        made = {path: leaf.to(dtypes.get(path, torch.float32)) for path, leaf in make(seed=seed).items()}
+        return made | {"big": made["big"].T.contiguous().T}
+
+    def updates(grads, states, params):
+        return {how: o.update(grads, states[how], params[how]) for how, o in OPTIMIZERS.items()}
+
+    torch._dynamo.reset()
+    compiled, starts = torch.compile(updates, fullgraph=True, backend="eager"), mixed(0)
+    wanted = {how: (starts, o.init(starts)) for how, o in OPTIMIZERS.items()}
+    found = {how: (starts, numbers_as_tensors(state)) for how, (_, state) in wanted.items()}
+    for seed in range(1, 4):
+        grads = mixed(seed)
+        found, wanted = (
+            call(grads, {how: end[1] for how, end in ends.items()}, {how: end[0] for how, end in ends.items()})
+            for call, ends in ((compiled, found), (updates, wanted))
+        )
+        assert_equal(grads, mixed(seed))
+    torch._dynamo.reset()
+    assert_equal(starts, mixed(0))
+    for how, (params, state) in found.items():
+        assert_equal(params, wanted[how][0])
+        assert_equal(*(tree.flatten(numbers_as_tensors(own)) for own in (state, wanted[how][1])))
+        assert params["big"].stride() == starts["big"].stride()
+
+
+def test_an_update_that_is_differentiated_or_batched_is_traced():
+    params, optimizer = {"w": torch.ones(3)}, optim.adam(0.1)
+    state = numbers_as_tensors(optimizer.init(params))
+    end = lambda w: optimizer.update({"w": w}, state, params)[0]["w"].sum()  # noqa: E731
+    lr = torch.tensor(0.1, requires_grad=True)
+    rated = optim.adam(lambda step: lr)
+    calls = {
+        "plain": lambda w: end(w),
+        "grad": torch.func.grad(end),
+        "vmap": lambda w: torch.func.vmap(end)(w[None]),
+        "rate": lambda w: rated.update({"w": w}, state, params)[0]["w"],
+    }
+    operations = {}
+    for name, call in calls.items():
+
+        def keep(module, inputs, name=name):
+            operations[name] = sum(str(node.target) == "smat_fn.adam" for node in module.graph.nodes)
+            return module.forward
+
+        torch._dynamo.reset()
+        torch.compile(call, fullgraph=True, backend=keep)(torch.ones(3))
+    torch._dynamo.reset()
+    assert operations == {"plain": 1, "grad": 0, "vmap": 0, "rate": 0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_steps_and_rates_that_stay_on_a_device_give_the_values_of_the_fused_kernel(dtype):
+    optimizer, params, grads = ours("adamw", 1e-2, fused=True), make(dtype), gradients(dtype)[:3]
+    wanted, state = run(optimizer, params, grads)
+    trees = [list(tree.clone(params).values()), *([torch.zeros_like(p) for p in params.values()] for _ in range(2))]
+    for count, g in enumerate(grads):
+        step, lr = torch.tensor(count), torch.tensor(1e-2, dtype=torch.float64)
+        numbers = adam._Numbers(0.9, 0.999, 1e-8, 0.05)
+        adam._write_unread(trees[0], list(g.values()), *trees[1:], step, lr, numbers)
+    for own, expected in zip(trees, (wanted, state.mu, state.nu), strict=True):
+        torch.testing.assert_close(
+            own, list(expected.values()), rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=1e-8
+        )
+
+
+def numbers_as_tensors(state):
+    return torch.utils._pytree.tree_map(torch.as_tensor, state)
 
 
 def _values(result):
