@@ -24,7 +24,7 @@ BENCHMARKS = {
     "kernels": "the kernels against a copy of the same bytes and two baselines (a CUDA device, about 3 minutes)",
     "steps": "steps of SMAT and FT, true shapes, every offload (a CUDA device, about 5 minutes)",
     "scale": "SMAT and FT on a Llama of 124M parameters on the CPU, in bf16 and float32 (an hour on 2 cores)",
-    "compiling": "torch.compile of a step on as many leaves as Llama-1B has: nodes and seconds (about 4 minutes)",
+    "compiling": "torch.compile of a step on as many leaves as Llama-1B has: nodes and seconds (about 3 minutes)",
     "train-features": "every way to train beside plain fine-tuning: steps/s and memory (2 cores, about 7 minutes)",
     "merge": "merging folders against mergekit in another Python (--mergekit PYTHON; tens of minutes)",
     "backbones": "pretrained backbones that packages ship, converted and checked (a minute, 300 MB of downloads)",

@@ -131,7 +131,6 @@ MUTANTS = [
         ("(1 - lam) * loss + lam * merged_loss", "(1 - lam) * loss"),
         ("merged = reweight(merged, drawn, where=self._where)", "pass"),
     ),
-    *_of("ops/library.py:choose_into", ("if not chosen:", "if chosen:")),
     *_of(
         "mat/simulated.py",
         ("slices=period - 1", "slices=period"),

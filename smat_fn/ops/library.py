@@ -1,4 +1,4 @@
-"""The registered operations ``smat_fn::simulate`` and ``smat_fn::reweight`` on lists of leaves, and their dispatch.
+"""The registered operations on lists of leaves, ``smat_fn::simulate`` and others, and their dispatch.
 
 They have no autograd formulas of their own: `autograd` wraps them. `reweight_and_clip` is what a training step calls.
 """

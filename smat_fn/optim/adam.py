@@ -283,7 +283,7 @@ def _pure(
     tree.check_state(leaves, mu=old_mu, nu=old_nu)
     trees = [[flat[path] for path in leaves] for flat in (leaves, flat_grads, old_mu, old_nu)]
     every = [leaf for own in trees for leaf in own] + [t for t in (state.step, lr) if isinstance(t, Tensor)]
-    if opaque(*every) and all(type(leaf) in tree.PLAIN for leaf in every):
+    if leaves and opaque(*every) and all(type(leaf) in tree.PLAIN for leaf in every):
         step, rate = (
             t if isinstance(t, Tensor) else torch.full((), t, dtype=dtype, device="cpu")
             for t, dtype in ((state.step, torch.int64), (lr, torch.float64))

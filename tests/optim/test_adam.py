@@ -130,6 +130,7 @@ OPTIMIZERS = {
     "weight decay by leaf": optim.adamw(1e-2, weight_decay=0.05, decays=lambda path, leaf: leaf.ndim == 2),
     "schedule": optim.adamw(optim.cosine(1e-2, 8, warmup=2), weight_decay=0.05, foreach=True),
     "fused": optim.adamw(1e-2, weight_decay=0.05, fused=True),
+    "no leaf decays": optim.adamw(1e-2, weight_decay=0.05, decays=lambda path, leaf: False),
 }
 
 
