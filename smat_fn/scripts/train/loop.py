@@ -16,6 +16,7 @@ from ...grad import ModuleLoss, compiled, with_master_weights
 from ...grad.tangent import Linearised
 from ...lora.dropout import chain
 from ...mat.offload import storage
+from ...mat.step import State
 from ...parallel import ALONE, Sharded, World, share
 from ...suites import Suite
 from ...types import Batch, LossFn, Method, Optimizer, Params, PerStep, Precision, Where
@@ -182,7 +183,7 @@ def train_expert(
     if not isinstance(run, Sharded):
         return found
     device = next(iter(suite.base.values())).device
-    gathered = run.whole(state._replace(params=found, opt_state=()))
+    gathered = run.whole(State(found, (), state.step))  # the rest of the state stays where it is
     return tree.tree_map(lambda leaf: leaf.to(device), gathered.params)
 
 
