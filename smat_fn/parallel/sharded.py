@@ -25,7 +25,8 @@ from .replicas import Share, check_shared, of_this_process
 from .shards import gathered, local, reshard, restart, rows_of, settle, starts_in
 
 _BLOCK = 1 << 20  # numbers that are exchanged at once
-SHARDED: dict[Callable[..., Method], bool] = {  # methods, and whether they read theta_0 after the first step
+# methods that act on coordinates, but for norms by `tree.global_norm`; whether they read theta_0 after the first step
+SHARDED: dict[Callable[..., Method], bool] = {
     finetune.build: False,
     asam.build: False,
     msam.build: False,
@@ -70,7 +71,10 @@ class Sharded:
         problems = []
         if build not in SHARDED:
             names = ", ".join(known.__module__.rpartition(".")[2] for known in SHARDED)
-            problems.append(f"the method is {_name(build)}, which shards do not support: give build of {names}")
+            problems.append(
+                f"the method is {_name(build)}, which shards do not support: give build of {names}, or enter one of "
+                "your own in smat_fn.parallel.SHARDED if all that it does to parameters is by coordinate, but for norms"
+            )
         elif unknown := sorted(hyperparameters.keys() - (inspect.signature(build).parameters.keys() - {*_OURS})):
             problems.append(f"{_name(build)} on shards has no {', '.join(unknown)}: leave it out")
         else:

@@ -525,6 +525,15 @@ def test_what_shards_would_ignore_or_get_wrong_is_refused(monkeypatch):
         places = [leaf.data_ptr() for leaf in state.params.values()]
         state, _ = shards.update(KEY, state, parts)  # of which there is no copy
         assert [leaf.data_ptr() for leaf in state.params.values()] == places
+
+        def own_method(*given, **options):
+            return finetune.build(*given, **options)
+
+        with pytest.raises(ValueError, match=r"own_method, which shards do not support: .* or enter one of your own"):
+            parallel.Sharded(loss_fn, adam, own_method)
+        monkeypatch.setitem(parallel.SHARDED, own_method, False)
+        entered = parallel.Sharded(loss_fn, adam, own_method)
+        assert entered.update(KEY, entered.init(base), parts)[0].step == 1
         merging = parallel.Sharded(ModuleLoss(module, merged_outputs), adam)
         with pytest.raises(
             ValueError, match=r"'w' of expert '0' requires grad inside a loss, and merging has no deriv"
