@@ -521,7 +521,8 @@ def attach(
     earlier, origin = vars(trainer).get(_HANDLE), dict[str, Tensor](_leaves_of(trainer.model))
     handle = Attached(trainer, key, schedule, base=base, where=where, climb=climb, rho=rho)
     known = dict[str, Tensor]()
-    if earlier is not None and earlier._model is trainer.model and earlier._own:
+    before = None if earlier is None or earlier._model is None else trained.bare(earlier._model)
+    if earlier is not None and before is trained.bare(trainer.model) and earlier._own:  # compiled since, perhaps
         known = earlier._frozen | earlier._own
     if known and all(known[path].shape == p.shape for path, p in origin.items() if path in known):
         # else a notebook's cell run again would take trained weights for theta_0

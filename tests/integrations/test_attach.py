@@ -269,6 +269,9 @@ def test_a_second_attach_replaces_the_first_and_keeps_its_base(tmp_path):
     again.load_state_dict(trained, strict=False)
     assert same(module, by_build(again, base=start))
     assert not same(module, by_build(again))
+    trainer.model = torch.nn.DataParallel(module)  # wrapped, as accelerate's FSDP2 leaves a model that it compiles
+    third = attach(trainer, key=KEY, **STRENGTHS)
+    trainer.model = module
     second.detach()
     assert "replaces" not in repr(third)
     assert repr(second) == "SMAT: detached"
