@@ -45,6 +45,7 @@ TESTS = {
     "simulation/state.py:draw_parts": "tests/parallel/test_parallel.py",
     "parallel/shards.py:ShardWeights": "tests/integrations/test_shards.py",
     "parallel/shards.py:base_shards": "tests/integrations/test_shards.py",
+    "parallel/shards.py:restart": "tests/integrations/test_shards.py",
     "ops/climb.py:climb_into": "tests/parallel/test_parallel.py",
     "tree.py:global_norm": "tests/parallel/test_parallel.py",
     "tree.py:partition": "tests/parallel/test_parallel.py",

@@ -22,7 +22,7 @@ from ..mat.ascent import Ascent, TrainerClimb
 from ..mat.offload import storage
 from ..mat.smat import Schedule
 from ..mat.weights import SimulatedWeights
-from ..parallel.shards import ShardWeights, local, reshard, settle, sharded
+from ..parallel.shards import ShardWeights, local, renew, reshard, restart, settle, sharded
 from ..simulation import Draw
 from ..simulation.state import unknown_factors
 from ..tree import predicate
@@ -226,6 +226,7 @@ class Attached:
         where, climbs = self._where(model), None if self._twice else self._climbs
         if sharded(leaves):
             base = {path: base[path] for path in leaves}
+            restart(model)  # a training before may have ended inside a step
             settle(model)
             return ShardWeights(model, leaves, base, where=where, climbs=climbs), base
         if self._host:
@@ -320,6 +321,7 @@ class Attached:
                 self._repeat(passes, model)
         except BaseException:
             self._step, self._now = -1, None  # another try begins with other weights
+            renew(trainer.model)
             raise
         finally:
             self._early.close()

@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -88,9 +88,13 @@ def simulated_leaves(
     reshard(module)
     shards = {path: local(p).detach() for path, p in leaves.items()}  # FSDP2 owns the storage: written in place
     weights = SimulatedWeights(shards, base, where=where, starts=starts_in(leaves), switch=False)
+    wait(leaves)
     try:
         with weights.at(drawn):
-            yield
+            try:
+                yield
+            finally:
+                wait(leaves)
     except BaseException:
         restart(module)
         raise
@@ -120,11 +124,19 @@ def reshard(module: nn.Module) -> None:
 
 def restart(module: Any) -> None:
     """Shard again after an exception in a pass, and drop what it has left: FSDP2's states, gradients not yet shared."""
-    if not any(True for _ in _parts(module)):
-        return
-    for p in module.parameters():
-        if not hasattr(p, "to_local"):  # gathered, while its gradient is to be averaged
-            p.grad = None
+    for part in _parts(module):
+        state = part._get_fsdp_state()  # nothing public has the gradients of micro-batches that were not averaged
+        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        for group in filter(None, groups):
+            for own in group.fsdp_params:
+                own.unsharded_accumulated_grad = None
+                if hasattr(own, "_unsharded_param"):
+                    own._unsharded_param.grad = None
+    renew(module)
+
+
+def renew(module: Any) -> None:
+    """Shard again what `reshard` leaves gathered, the weights of a forward pass that failed; gradients stay."""
     with suppress(AttributeError):  # since torch 2.13, and once the module itself has run
         module.reset_iter_state()
     reshard(module)
@@ -135,6 +147,13 @@ def settle(module: nn.Module) -> None:
     for part in _parts(module):
         part.unshard()
         part.reshard()
+
+
+def wait(leaves: Mapping[str, Any]) -> None:
+    """Wait for copies of shards in host memory to the devices that use them: FSDP2 may not have, and they change."""
+    offloaded = (p for p in leaves.values() if hasattr(p, "to_local") and p.device.type == "cpu")
+    for kind in {p.device_mesh.device_type for p in offloaded} - {"cpu"}:
+        torch.get_device_module(kind).synchronize()
 
 
 def _parts(module: nn.Module) -> Iterator[Any]:
@@ -265,34 +284,38 @@ class ShardWeights(SimulatedWeights):
     @contextmanager
     def at(self, drawn: Draw | None) -> Iterator[None]:
         """`SimulatedWeights.at`; nothing stays gathered."""
-        reshard(self._sharded)
-        self._parameters = {path: local(p).detach() for path, p in self._whole.items()}
-        try:
-            with super().at(drawn):
-                yield
-        finally:
-            reshard(self._sharded)
+        with self._around(super().at(drawn)):
+            yield
 
     @contextmanager
     def away(self) -> Iterator[None]:
         """`SimulatedWeights.away`; weights that are gathered again are theta inside, and not afterwards."""
-        reshard(self._sharded)
-        with super().away():
-            try:
-                yield
-            finally:
-                reshard(self._sharded)
+        with self._around(super().away()):
+            yield
 
     @contextmanager
     def climbed(self, *, rho: float = 0.25, adaptive: bool = True) -> Iterator[None]:
         """`SimulatedWeights.climbed`; nothing stays gathered."""
-        reshard(self._sharded)
+        with self._around(super().climbed(rho=rho, adaptive=adaptive)):
+            yield
+
+    @contextmanager
+    def _around(self, block: AbstractContextManager[None]) -> Iterator[None]:
+        """Inside, the shards hold other values; what was gathered on one side is not used on the other."""
+        self._shard()
         self._parameters = {path: local(p).detach() for path, p in self._whole.items()}
-        try:
-            with super().climbed(rho=rho, adaptive=adaptive):
+        with block:
+            try:
                 yield
-        finally:
-            reshard(self._sharded)
+            finally:
+                self._shard()
+
+    def _shard(self) -> None:
+        reshard(self._sharded)
+        own = set(map(id, self._sharded.parameters()))
+        if any(id(p) not in own for p in self._whole.values()):  # a forward pass failed, and its error was caught
+            renew(self._sharded)
+        wait(self._whole)
 
     def _grads(self) -> dict[str, Tensor]:
         with torch.no_grad():  # a shard is the same tensor every time

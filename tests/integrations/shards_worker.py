@@ -4,8 +4,9 @@ import gc
 import logging
 import os
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import accelerate  # noqa: F401  # before the fork
@@ -13,12 +14,14 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate.state import AcceleratorState, DistributedType, PartialState
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from transformers.distributed import DistributedConfig
 
 from smat_fn import draw, execution, parallel
 from smat_fn.integrations.trainer import attach
+from smat_fn.parallel.shards import ShardWeights
 
 from .test_trainer import KEY, STRENGTHS, llama, rows, trainer_of
 
@@ -78,6 +81,37 @@ class Inside(transformers.Trainer):
             self.around.append(whole(model))
             self.inside = None
         return super().compute_loss(model, *args, **options)
+
+
+class Fails(transformers.Trainer):
+    """Has errors in forward and backward passes of clean steps, and in the forward pass of a simulated one."""
+
+    count, loss = 0, None
+
+    def training_step(self, *args, **options):
+        self.count += 1
+        try:
+            return super().training_step(*args, **options)
+        except RuntimeError:
+            if self.count == 8:
+                self.loss = self.evaluate()["eval_loss"]
+            raise
+
+    def compute_loss(self, model, *args, **options):
+        hook = model.model.layers[1].mlp.register_forward_hook(self.fail)
+        try:
+            return super().compute_loss(model, *args, **options)
+        finally:
+            hook.remove()
+
+    def fail(self, module, inputs, output):
+        if torch.is_grad_enabled() and self.count == 4:
+            output.register_hook(self.stop)
+        elif torch.is_grad_enabled() and self.count in (2, 8):
+            self.stop()
+
+    def stop(self, *_):
+        raise RuntimeError("no memory")
 
 
 def trained(module, folder, *, batch, name="out", resume=None, kind=Inside, given=None, **options):
@@ -152,6 +186,54 @@ def by_hand(folder):
     return before, inside, whole(module)
 
 
+def failing(folder):
+    """Gradient norms of trainings that had an error and of two after them, the loss after one and that of theta."""
+    with accelerators():
+        trainer = trainer_of(
+            emptied(llama(SIZE)), folder / "failing", batch=1, accumulate=2, kind=Fails, max_steps=2, learning_rate=0.0,
+            more={"eval_dataset": rows(4)}, per_device_eval_batch_size=1, **FSDP,
+        )  # fmt: skip
+        attach(trainer, key=KEY, **STRENGTHS)
+        norms = []
+        for _ in range(5):
+            with suppress(RuntimeError):
+                trainer.train()
+            norms.append([own["grad_norm"] for own in trainer.state.log_history if "grad_norm" in own])
+        return norms, trainer.loss, trainer.evaluate()["eval_loss"]
+
+
+def waited(folder):
+    """A shard at each wait for copies of shards to a GPU, as FSDP2 makes them of shards in host memory, and theta~."""
+    module, seen = loaded(folder), []
+    base = {name: p.detach().clone() for name, p in module.named_parameters()}
+    shards, shard = parallel.base_shards(module), module.model.norm.weight.to_local().detach()
+    drawn = draw(KEY, alpha_min=0.2, drop_prob=0.0, sigma=0.02)
+    weights = ShardWeights(module, dict(module.named_parameters()), base, where=lambda *_: True)
+    gpu = SimpleNamespace(synchronize=lambda: seen.append(shard.clone()))
+    with patch.object(DeviceMesh, "device_type", "cuda"), patch.object(torch, "get_device_module", lambda _: gpu):
+        for block in (weights.at(drawn), parallel.simulated_shards(module, shards, drawn)):
+            with block:
+                simulated = shard.clone()
+    return seen, simulated
+
+
+def dropped(dtype):
+    """A gradient, and again after a failed step of one's own loop, whose first micro-batch was not averaged."""
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
+    module = fully_shard(torch.nn.Linear(4, 4), mp_policy=policy)
+    base, found = parallel.base_shards(module), []
+    for _ in range(2):
+        module(torch.ones(2, 4)).sum().backward()
+        found.append(module.weight.grad.full_tensor())
+        module.zero_grad()
+        with suppress(RuntimeError), parallel.simulated_shards(module, base, None):
+            module.set_requires_gradient_sync(False)
+            module(torch.ones(2, 4)).sum().backward()
+            raise RuntimeError
+        module.set_requires_gradient_sync(True)
+    return found
+
+
 def again(trainer, folder):
     """The errors of attaching to a trainer a second time, and to another one of its model."""
     other = trainer_of(trainer.model, folder / "out")
@@ -196,6 +278,9 @@ def main(rank, folder):
         found["type"] = str(trainer.accelerator.state.distributed_type), trainer.accelerator.is_fsdp2
         options["resume"] = str(folder / "fsdp/checkpoint-2")
         _, found["resumed"] = trained(emptied(llama(SIZE)), folder, **options)
+    found["failing"] = failing(folder)
+    found["dropped"] = [dropped(dtype) for dtype in (None, torch.bfloat16)]
+    found["waited"] = waited(folder)
     found["errors"] = errors(folder)
     torch.save(found, folder / f"found{rank}.pt")
     dist.destroy_process_group()

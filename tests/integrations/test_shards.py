@@ -108,6 +108,21 @@ def test_a_run_of_shards_that_resumes_is_the_uninterrupted_one_bit_for_bit(found
         assert one["resumed"]["record"] == one["accelerate"]["record"]
 
 
+def test_after_an_error_no_weight_stays_simulated_and_no_gradient_of_its_step_is_added_to_the_next_one(found):
+    for one in found:
+        (*_, third, fourth, last), failed, loss = one["failing"]
+        assert failed == loss
+        assert fourth == last
+        assert third == last[:1]
+        assert all(torch.equal(*grads) for grads in one["dropped"])  # in a loop of one's own
+
+
+def test_shards_in_host_memory_change_when_their_copies_to_a_device_are_complete(found):
+    for one in found:
+        seen, simulated = one["waited"]
+        assert [torch.equal(shard, simulated) for shard in seen] == [False, True] * 2
+
+
 def test_a_second_attach_keeps_theta_0_and_trained_shards_are_not_taken_for_it(found):
     for one in found:
         again, other = one["again"]
