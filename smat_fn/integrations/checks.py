@@ -76,8 +76,8 @@ def process_problems(records: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
     if "theta_0" in others:
         found.append(
-            "theta_0 is a copy of each process's own weights at attach: call transformers.set_seed before the model, "
-            "its adapters or heads are made, or give base="
+            "theta_0 is base, or without it a copy of each process's own weights at attach: call transformers.set_seed "
+            "before the model, its adapters or heads are made, or give the same whole base= in all processes"
         )
     if others.keys() - {"theta_0"}:
         found.append("attach with the same arguments in all processes")

@@ -718,7 +718,10 @@ def test_weights_that_the_optimizer_does_not_have_are_refused_and_those_beside_t
 def test_processes_with_other_draws_or_another_theta_0_are_refused(tmp_path, monkeypatch):
     trainer = own_trainer(tiny_llama(), tmp_path)
     attach(trainer, key=KEY, **STRENGTHS)
-    for changed, way_out in (({"theta_0": "b"}, "set_seed before"), ({"key": [4, 0]}, "the same arguments in all")):
+    for changed, way_out in (
+        ({"theta_0": "b"}, "the same whole base="),
+        ({"key": [4, 0]}, "the same arguments in all"),
+    ):
         monkeypatch.setattr(
             checks, "of_all_processes", lambda own, changed=changed: [own, own, {**own, **changed}, {**own, **changed}]
         )
