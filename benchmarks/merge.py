@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -88,7 +88,7 @@ print("done", flush=True); sys.stdin.readline()
 Merger = Literal[
     "wa", "ta", "ties, threshold per tensor", "ties, threshold per expert", "ties, weights", "dare", "dare_ties",
     "dare_ties, weights and L1 norms", "della", "breadcrumbs", "karcher", "sce", "sce, density 0.1", "ram",
-    "ram, boost", "pcb", "arcee_fusion",
+    "ram, boost", "model_stock", "multislerp", "pcb", "arcee_fusion",
 ]  # fmt: skip
 WEIGHTED = "weights=dict.fromkeys(names, 0.3)"  # names: of the experts
 MERGERS: dict[Merger, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
@@ -138,6 +138,8 @@ MERGERS: dict[Merger, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "sce, density 0.1": ("Sce(density=0.1)", "sce", {"select_topk": 0.1}, {}),
     "ram": ("Ram()", "ram", {}, {}),
     "ram, boost": ("Ram(boost=0.1, cap=0.2, scope='tensor')", "ramplus_tl", {}, {}),
+    "model_stock": ("ModelStock()", "model_stock", {}, {}),
+    "multislerp": ("MultiSlerp()", "multislerp", {}, {"weight": 1.0}),
     "pcb": ("Pcb(coef=0.3)", "", {}, {}),  # mergekit has none
     "arcee_fusion": ("ArceeFusion()", "", {}, {}),  # of two experts; mergekit's changes base by one
 }
@@ -327,8 +329,12 @@ def _beside(ours: Cost, command: Cost, theirs: tuple[Cost, Cost] | str) -> dict[
 def _words(config: str, base: Path, experts: Sequence[Path], threads: int) -> list[str]:
     """merge.py with the options of a merger."""
     found: Merging = eval(config, vars(mergers))
+    defaults = {field.name: field.default for field in fields(found)}
     given = [(name, value) for name, value in found.settings().items() if isinstance(value, (int, float, str))]
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in given]
+    options = [
+        f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"--{name}={value}"  # a flag has no value
+        for name, value in ((name.replace("_", "-"), value) for name, value in given if value != defaults[name])
+    ]
     inputs = ["--base", str(base), "--experts", *map(str, experts), "--threads", str(threads)]
     return [sys.executable, str(ROOT / "merge.py"), found.name, *inputs, *options]
 
