@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import errors, random, tree
-from ..execution import Shards, on_shards
+from ..execution import on_shards
 from ..grad import ModuleLoss, loss_and_aux
 from ..grad.master_weights import FrozenRounded, ModuleMasterWeights
 from ..grad.modules import WrappedLoss
@@ -22,7 +22,7 @@ from ..mat.step import State
 from ..optim.chain import ChainState
 from ..types import Aux, Method, Micro, Optimizer, Params, Where
 from .replicas import Share, check_shared, of_this_process
-from .shards import gathered, local, reshard, restart, rows_of, settle, starts_in
+from .shards import local, reshard, restart, settle, spread_of
 
 _BLOCK = 1 << 20  # numbers that are exchanged at once
 # methods that act on coordinates, but for norms by `tree.global_norm`; whether they read theta_0 after the first step
@@ -109,7 +109,7 @@ class Sharded:
         )
         module = sharded_copy(self._loss_fn.module, whole, self._dtype)
         self._leaves = {path: p for path, p in module.named_parameters() if p.requires_grad}
-        self._spread = Shards(starts_in(self._leaves), shapes, _total, self._gathered, self._own)
+        self._spread = spread_of(self._leaves, shapes)
         shards = self._shards()
         base = self._theta_0(shards)
         method = self._method(_ShardedLoss(self._loss_fn, module, self._leaves), base, asked)
@@ -152,7 +152,7 @@ class Sharded:
         """The state of the whole module on the CPU, in the first process; all processes call it, others keep theirs."""
 
         def first(path: str, shard: Tensor) -> Tensor:
-            found = self._gathered(path, shard)
+            found = self._spread.whole(path, shard)
             return found.cpu() if dist.get_rank() == 0 else shard
 
         return self._mapped(state, first)
@@ -169,7 +169,7 @@ class Sharded:
 
         def own(path: str, shard: Tensor, found: Tensor) -> Tensor:
             with torch.no_grad():
-                return shard.copy_(self._own(path, found))
+                return shard.copy_(self._spread.own(path, found))
 
         flat, spec = pytree.tree_flatten_with_path(state)
         leaves = [
@@ -177,12 +177,6 @@ class Sharded:
             for (place, leaf), found in zip(flat, stored, strict=True)
         ]
         return pytree.tree_unflatten(leaves, spec)
-
-    def _gathered(self, path: str, shard: Tensor) -> Tensor:
-        return gathered(self._leaves[path], shard)
-
-    def _own(self, path: str, whole: Tensor) -> Tensor:
-        return rows_of(self._leaves[path], whole)
 
     def _mapped(self, state: State, fn: Callable[[str, Tensor], Tensor]) -> State:
         flat, spec = pytree.tree_flatten_with_path(state)
@@ -365,12 +359,6 @@ def _not_elementwise(state: Any) -> str:
     if isinstance(state, ChainState):
         return type(state).__name__
     return next(filter(None, (_not_elementwise(getattr(state, name)) for name in getattr(state, "_fields", ()))), "")
-
-
-def _total(sums: Tensor) -> Tensor:
-    found = sums.clone()
-    dist.all_reduce(found)
-    return found
 
 
 def _name(build: Any) -> str:

@@ -76,18 +76,10 @@ def simulated_shards(
         where: the masked set, by the names of ``module.named_parameters()``.
     """
     reshard(module)  # before its parameters are taken: gathered ones are others
-    with simulated_leaves(module, _leaves(module), tree.flatten_unwrapped(base), drawn, _asked(module, where)):
-        yield
-
-
-@contextmanager
-def simulated_leaves(
-    module: nn.Module, leaves: Mapping[str, Any], base: Mapping[str, Tensor], drawn: Draw | None, where: Where | None
-) -> Iterator[None]:
-    """`simulated_shards` of these parameters of the module, whose names here are those of base, where and draws."""
-    reshard(module)
+    leaves, origins = _leaves(module), tree.flatten_unwrapped(base)
     shards = {path: local(p).detach() for path, p in leaves.items()}  # FSDP2 owns the storage: written in place
-    weights = SimulatedWeights(shards, base, where=where, starts=starts_in(leaves), switch=False)
+    asked = _asked(module, where)
+    weights = SimulatedWeights(shards, origins, where=asked, starts=starts_in(leaves), switch=False)
     wait(leaves)
     try:
         with weights.at(drawn):
@@ -225,6 +217,17 @@ def total_of(leaves: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
     return total
 
 
+def spread_of(leaves: Mapping[str, Any], wholes: Mapping[str, Tensor]) -> Shards:
+    """The argument of `on_shards`. Args: leaves: DTensors; wholes: leaves of the shapes of whole ones."""
+    return Shards(
+        starts_in(leaves),
+        wholes,
+        total_of(leaves),
+        lambda path, shard: gathered(leaves[path], shard),
+        lambda path, whole: rows_of(leaves[path], whole),
+    )
+
+
 def gathered(leaf: Any, shard: Tensor) -> Tensor:
     """The whole leaf whose shards are those that the processes give, placed as another leaf."""
     from torch.distributed.tensor import DTensor  # takes long
@@ -269,17 +272,10 @@ class ShardWeights(SimulatedWeights):
     ) -> None:
         masks = {path: bool(where(path, p)) for path, p in leaves.items()}
         own = {path: rows_of(p, base[path]).detach().to(p.device) for path, p in leaves.items()}
-        starts = starts_in(leaves)
+        self._spread = spread_of(leaves, leaves)
         shards = {path: local(p).detach() for path, p in leaves.items()}
-        super().__init__(shards, own, where=lambda path, _: masks[path], starts=starts, switch=False)
+        super().__init__(shards, own, where=lambda path, _: masks[path], starts=self._spread.starts, switch=False)
         self._climbs, self._sharded, self._whole = climbs, module, leaves
-        self._spread = Shards(
-            starts,
-            leaves,
-            total_of(leaves),
-            lambda path, shard: gathered(leaves[path], shard),
-            lambda path, whole: rows_of(leaves[path], whole),
-        )
 
     @contextmanager
     def at(self, drawn: Draw | None) -> Iterator[None]:

@@ -290,7 +290,7 @@ def test_the_command_plans_writes_keeps_and_verifies_the_model(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
 
     def merge(*words, ends=False):
-        """What merge.py prints, or says as it ends."""
+        """The output of merge.py, or its last line where it fails."""
         monkeypatch.setattr(sys, "argv", ["merge.py", *words])
         if not ends:
             entry.merge("merge.py", ())

@@ -241,7 +241,7 @@ def again(trainer, folder):
 
 
 def errors(folder):
-    """What attach refuses of shards."""
+    """The errors of attach for shards that it does not take."""
     module = loaded(folder)
     trainer = trainer_of(module, folder / "out")
     found = [refused(lambda: attach(trainer, key=KEY, base="host", **STRENGTHS))]

@@ -1,10 +1,5 @@
 """SMAT on FSDP2 shards in the Trainer: two processes of gloo on a CPU against one process on the same whole batches."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -17,6 +12,7 @@ distributed = pytest.importorskip("transformers.distributed")
 if not hasattr(distributed, "DistributedConfig"):
     pytest.skip("transformers that loads no shards", allow_module_level=True)
 
+from ..processes import found_by  # noqa: E402
 from . import shards_worker as worker  # noqa: E402
 from .test_trainer import KEY, STRENGTHS, llama  # noqa: E402
 
@@ -30,15 +26,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(folder):
-    root = Path(__file__).parents[2]
-    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.integrations.shards_worker", str(folder)]
-    done = subprocess.run(
-        command, env=environment, cwd=root, stderr=subprocess.PIPE, text=True, check=False, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
-    return [torch.load(folder / f"found{rank}.pt") for rank in range(2)]
+    return found_by("tests.integrations.shards_worker", folder)
 
 
 @pytest.fixture(scope="module")

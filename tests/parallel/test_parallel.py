@@ -1,11 +1,7 @@
 """Two processes against one: drawn states bit for bit, training within rounding."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,22 +16,14 @@ from smat_fn.mat.weights import SimulatedWeights
 from smat_fn.parallel import ALONE, replicas, world
 from smat_fn.types import Micro
 
+from ..processes import found_by
 from . import worker
 from .worker import KEY, STEPS, STRENGTHS
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("group")
-    root = Path(__file__).parents[2]
-    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.parallel.worker", str(folder)]
-    done = subprocess.run(
-        command, env=environment, cwd=root, stderr=subprocess.PIPE, text=True, check=False, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
-    return [torch.load(folder / f"found{rank}.pt") for rank in range(2)]
+    return found_by("tests.parallel.worker", tmp_path_factory.mktemp("group"))
 
 
 @pytest.mark.parametrize("name", worker.TRAINED)

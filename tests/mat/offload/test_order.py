@@ -150,7 +150,7 @@ PASS = FORWARD + FORWARD[:0:-1]
 
 
 def elsewhere(machine):
-    """What a caller does who goes on on another stream."""
+    """A caller that continues on another stream."""
     other = Stream(machine)
     other.wait_stream(machine.now)
     machine.main = machine.now = other
