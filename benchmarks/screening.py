@@ -8,8 +8,9 @@ import argparse
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import log2
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, linear_regression
 from typing import Any, NamedTuple
 
 import torch
@@ -22,12 +23,12 @@ from smat_fn.config import DIGITS, L2sp, MergerConfig, MethodConfig, Mixout, Msa
 from smat_fn.evaluate.statistics import paired
 
 from .methods import Options, complete_seeds, replaced, say
-from .readme import table
+from .readme import ranged, table
 
 COMMAND = "python -m benchmarks screening"
 SEEDS = tuple(range(111, 119))
 USED = {*range(12), *range(21, 24), *range(31, 34), *range(41, 51), *range(101, 110)}  # by protocols, searches, pilots
-USED |= {*range(131, 151), 301, *range(311, 319)}  # by later protocols
+USED |= {*range(131, 151), 301, *range(311, 319)}  # by later protocols, but for those of digits_length.md
 MERGERS: tuple[MergerConfig, ...] = (*(DIGITS.mergers[name] for name in ("wa", "ta", "ties")), TsvMerge())
 MEAN = "wa", "ta", "ties"  # what the mean is over
 COEFS = tuple(i / 10 for i in range(1, 21))
@@ -44,6 +45,7 @@ class Candidate(NamedTuple):
     method: MethodConfig
     training: Training
     options: Options = ()  # of the suite
+    length: int = 400  # steps of FT beside it
 
     def trial(self, seed: int) -> Trial:
         """The trial of this candidate at a seed."""
@@ -56,8 +58,9 @@ class Candidate(NamedTuple):
         return self.training.length * (2 if self.method.name == "asam" else 1) + second
 
 
-def candidates(rates: Iterable[float]) -> list[Candidate]:
-    """All candidates, each at every rate."""
+def candidates(rates: Iterable[float], steps: int | None = None) -> list[Candidate]:
+    """All candidates, each at every rate; as many steps as the preset has unless they are given."""
+    base = BASE if steps is None else replace(BASE, steps=steps)
     ft, smat, asam = (DIGITS.methods[name] for name in ("ft", "smat", "asam"))
     radii = (0.25, 0.5, 1.0)
     methods: list[tuple[str, str, MethodConfig]] = [
@@ -80,9 +83,9 @@ def candidates(rates: Iterable[float]) -> list[Candidate]:
         *(("SMAT climbing in both", f"SMAT climbing in both, rho {rho:g}", replaced(smat, climb="both", rho=rho))
           for rho in radii),
     ]  # fmt: skip
-    found = [Candidate(*one, replace(BASE, lr=lr)) for lr in rates for one in methods]
+    found = [Candidate(*one, replace(base, lr=lr)) for lr in rates for one in methods]
     found += [
-        Candidate(f"{name}, averaged", f"{name}, {average}", method, replace(BASE, lr=lr, average=average))
+        Candidate(f"{name}, averaged", f"{name}, {average}", method, replace(base, lr=lr, average=average))
         for lr in rates
         for name, method in (("FT", ft), ("SMAT", smat))
         for average in ("ema:0.98", "swa:25%", "swa:75%")
@@ -91,8 +94,8 @@ def candidates(rates: Iterable[float]) -> list[Candidate]:
         ("FT, linearised", (("linearised", True),)),
         ("FT, attention alone", (("train", "attention"),)),
     )
-    found += [Candidate(name, name, ft, replace(BASE, lr=lr), options) for lr in rates for name, options in parts]
-    half = replace(BASE, steps=200)  # as many passes as the others
+    found += [Candidate(name, name, ft, replace(base, lr=lr), options) for lr in rates for name, options in parts]
+    half = replace(base, steps=base.length // 2)  # as many passes as the others
     name = "ASAM, half the steps"
     found += [Candidate(name, f"{name}, rho 0.5", replaced(asam, rho=0.5), replace(half, lr=lr)) for lr in rates]
     muon = (
@@ -102,9 +105,9 @@ def candidates(rates: Iterable[float]) -> list[Candidate]:
         ("SMAT-Muon climbing", replaced(smat, climb="clean", rho=0.5)),
     )
     for lr in rates:
-        training = replace(BASE, lr=lr, optimizer="muon", muon_lr=2e-3)
+        training = replace(base, lr=lr, optimizer="muon", muon_lr=2e-3)
         found += [Candidate(name, name, method, training) for name, method in muon]
-    return found
+    return [one._replace(length=base.length) for one in found]
 
 
 def main(arguments: list[str]) -> None:
@@ -114,9 +117,10 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="none of a protocol, search or pilot")
     parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="learning rates of every candidate")
+    parser.add_argument("--steps", type=int, nargs="+", default=[BASE.length], help="lengths of training")
     parser.add_argument("--families", nargs="+", help="only these; FT is always there (default: all)")
     asked = parser.parse_args(arguments)
-    every = candidates(sorted(asked.rates))
+    every = [one for steps in sorted({*asked.steps}) for one in candidates(sorted(asked.rates), steps)]
     known = list(dict.fromkeys(one.family for one in every))
     wanted = {REFERENCE, *(asked.families or known)}
     problems = [f"seed {seed} was used before: take another" for seed in asked.seeds if seed in USED]
@@ -164,6 +168,7 @@ def line_of(candidate: Candidate, outcomes: Sequence[Outcome]) -> dict[str, Any]
         **({"options": dict(candidate.options)} if candidate.options else {}),
         "training": outcomes[0]["trial"]["training"],
         "passes": candidate.passes,
+        "length": candidate.length,
         "test": {**test, "mean": [fmean(scores) for scores in zip(*(test[name] for name in MEAN), strict=True)]},
         "dev": [fmean(scores) for scores in dev],
         "coefs": [outcome["coefs"] for outcome in outcomes],
@@ -172,32 +177,50 @@ def line_of(candidate: Candidate, outcomes: Sequence[Outcome]) -> dict[str, Any]
 
 
 def compared(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Every line with its difference from FT at its learning rate, and the line of each family that dev would choose.
+    """Every line with its difference from FT at its rate and length, and at every length the choice of each family.
 
-    Differences are of the mean over `MEAN` on test, paired by seed; those of the choices from FT's choice.
+    Differences are of the mean over `MEAN` on test, paired by seed; those of the choices, which dev makes, from FT's
+    choice at the same length. With several lengths ``per_doubling`` has the least-squares slope of the latter against
+    log2 of the length, by seed.
     """
-    plain = {line["training"]["lr"]: line for line in lines if line["family"] == REFERENCE}
+    plain = {(line["length"], line["training"]["lr"]): line for line in lines if line["family"] == REFERENCE}
     for line in lines:
-        reference = plain[line["training"]["lr"]]
+        reference = plain[line["length"], line["training"]["lr"]]
         line["from_ft"] = paired(reference["test"]["mean"], line["test"]["mean"])
         line["cpu_ratio"] = fmean(line["cpu_seconds"]) / fmean(reference["cpu_seconds"])
-    chosen: dict[str, dict[str, Any]] = {}
+    chosen: dict[tuple[int, str], dict[str, Any]] = {}
     for line in lines:
-        best = chosen.get(line["family"])
+        best = chosen.get((line["length"], line["family"]))
         if best is None or fmean(line["dev"]) > fmean(best["dev"]):
-            chosen[line["family"]] = line
-    first = chosen[REFERENCE]
-    by_dev = [
-        {
-            "family": family,
-            "label": line["label"],
-            "lr": line["training"]["lr"],
-            "from_ft": paired(first["test"]["mean"], line["test"]["mean"]),
-            "tsv_merge_from_ft": paired(first["test"]["tsv_merge"], line["test"]["tsv_merge"]),
+            chosen[line["length"], line["family"]] = line
+    by_dev = []
+    for (length, family), line in chosen.items():
+        first = chosen[length, REFERENCE]
+        differences = {
+            f"{prefix}from_ft": paired(first["test"][name], line["test"][name])
+            for prefix, name in (("", "mean"), ("tsv_merge_", "tsv_merge"), ("expert_", "expert"))
         }
-        for family, line in chosen.items()
-    ]
-    return {"lines": lines, "by_dev": by_dev}
+        scores = {name: fmean(line["test"][name]) for name in ("expert", "mean", "tsv_merge")}
+        by_dev.append(
+            {"family": family, "label": line["label"], "length": length, "lr": line["training"]["lr"], **scores,
+             **differences}
+        )  # fmt: skip
+    return {"lines": lines, "by_dev": by_dev, "per_doubling": _per_doubling(by_dev)}
+
+
+def _per_doubling(by_dev: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By family and merger: what a doubling of the length adds to the difference from FT, over seeds."""
+    found = {}
+    for family in dict.fromkeys(one["family"] for one in by_dev if one["family"] != REFERENCE):
+        own = [one for one in by_dev if one["family"] == family]
+        if len(own) < 2:
+            continue
+        lengths = [log2(one["length"]) for one in own]
+        for merger, name in (("mean", "from_ft"), ("tsv_merge", "tsv_merge_from_ft")):
+            seeds = zip(*(one[name]["differences"] for one in own), strict=True)
+            slopes = [linear_regression(lengths, gains).slope for gains in seeds]
+            found[f"{family}, {merger}"] = paired([0.0] * len(slopes), slopes)
+    return found
 
 
 def page(result: Mapping[str, Any]) -> str:
@@ -219,15 +242,31 @@ def page(result: Mapping[str, Any]) -> str:
         for line in sorted(result["lines"], key=lambda line: -fmean(line["test"]["mean"]))
     ]
     choices = [
-        (one["label"], f"{one['lr']:g}", _difference(one["from_ft"]), _difference(one["tsv_merge_from_ft"]))
-        for one in sorted(result["by_dev"], key=lambda one: -one["from_ft"]["mean"])
+        (
+            one["label"],
+            str(one["length"]),
+            f"{one['lr']:g}",
+            f"{one['expert']:.2f}",
+            f"{one['mean']:.2f}",
+            _difference(one["from_ft"]),
+            f"{one['tsv_merge']:.2f}",
+            _difference(one["tsv_merge_from_ft"]),
+        )
+        for one in sorted(result["by_dev"], key=lambda one: (one["length"], -one["from_ft"]["mean"]))
     ]
+    slopes = [(name, ranged(one)) for name, one in result["per_doubling"].items()]
+    doubled = (
+        "\n## What a doubling of the steps adds to the difference from FT, both as chosen by dev\n\n"
+        f"{table(('candidate, merger', 'points a doubling (95 %)'), slopes)}"
+    )
     return (
         f"# Screening on digits, {len(seeds)} seeds\n\nA first look by docs/protocols/screening.md, no evidence: many "
         f"candidates, few seeds ({', '.join(map(str, seeds))}), nothing fixed before. Test scores; mean: of WA, TA and "
-        "TIES; differences from FT are at the same learning rate, paired by seed, mean (standard deviation).\n\n"
+        "TIES; differences from FT are at the same learning rate and steps, paired by seed, mean (standard "
+        "deviation).\n\n"
         f"{table(head, every)}\n## The candidate of each family that dev would choose, against FT's\n\n"
-        f"{table(('candidate', 'lr', 'mean - FT', 'TSV-M - FT'), choices)}"
+        f"{table(('candidate', 'steps', 'lr', 'expert', 'mean', 'mean - FT', 'TSV-M', 'TSV-M - FT'), choices)}"
+        f"{doubled if slopes else ''}"
     )
 
 

@@ -100,6 +100,40 @@ def test_differences_are_paired_by_seed_and_the_choice_is_by_dev():
     assert "| +3.00 (2.65) |" in text
 
 
+def test_what_a_doubling_of_the_steps_adds_is_a_slope_for_each_seed_between_the_choices_of_dev():
+    def line(family, steps, lr, scores, dev):
+        scores = [{"expert:t": 90.0, **dict.fromkeys(("wa", "ta", "ties"), s), "tsv_merge": s / 2} for s in scores]
+        candidate = screening.Candidate(family, family, Msam(), Training(steps=steps, lr=lr), length=steps)
+        own = dict.fromkeys(("wa", "ta", "ties"), dev)
+        found = screening.line_of(candidate, [outcome(one, own, 1.0) for one in scores])
+        return {**found, "training": asdict(candidate.training)}
+
+    lines = [
+        line("FT", 100, 1e-3, (60.0, 62.0), 70),
+        line("FT", 100, 2e-3, (10.0, 10.0), 60),  # not the choice
+        line("FT", 400, 1e-3, (10.0, 10.0), 60),
+        line("FT", 400, 2e-3, (70.0, 72.0), 75),
+        line("M", 100, 1e-3, (61.0, 62.0), 70),
+        line("M", 400, 1e-3, (72.0, 74.0), 80),
+    ]
+    result = screening.compared(lines)
+    assert [(one["family"], one["length"], one["lr"], one["from_ft"]["mean"]) for one in result["by_dev"]] == [
+        ("FT", 100, 1e-3, 0.0), ("FT", 400, 2e-3, 0.0), ("M", 100, 1e-3, 0.5), ("M", 400, 1e-3, 2.0),
+    ]  # fmt: skip
+    assert result["lines"][-1]["from_ft"]["mean"] == 63.0  # at its own rate and length
+    assert result["per_doubling"]["M, mean"]["differences"] == pytest.approx([0.5, 1.0])  # (2 - 1)/2 and (2 - 0)/2
+    assert result["per_doubling"]["M, tsv_merge"]["differences"] == pytest.approx([0.25, 0.5])
+    assert "| M, mean | +0.75 (-2.43 to +3.93) |" in screening.page({"seeds": [1, 2], **result})
+
+
+def test_every_length_has_every_candidate_and_asam_half_of_it():
+    one, two = screening.candidates([1e-3], 100), screening.candidates([1e-3], 800)
+    assert [a.label for a in one] == [b.label for b in two]
+    assert {(a.length, b.length) for a, b in zip(one, two, strict=True)} == {(100, 800)}
+    steps = {a.label: a.training.steps for a in two}
+    assert (steps["SMAT"], steps["ASAM, half the steps, rho 0.5"], steps["FT-Muon"]) == (800, 400, 800)
+
+
 def test_passes_count_asam_twice():
     passes = {one.label: one.passes for one in screening.candidates([1e-3])}
     assert passes["ASAM, rho 0.5"] == 2 * passes["FT"] == 800
