@@ -1,7 +1,7 @@
 """One backward pass against two on pretrained backbones.
 
-The protocols are backbones.md, vit_blocks.md, text.md, smollm2_text.md, smollm2_text_passes.md and smollm2_trace.md of
-docs/protocols.
+The protocols are backbones.md, vit_blocks.md, text.md, smollm2_text.md, smollm2_text_passes.md, smollm2_text_seeds.md
+and smollm2_trace.md of docs/protocols.
 
 ``python -m benchmarks backbones FOLDER`` makes the models. ``--dry-run`` takes a few steps of every method on the
 device at hand and prints the minutes of each part; ``--tasks``, ``--rows`` and ``--steps`` make a trial run on a seed
@@ -149,7 +149,13 @@ BACKBONES = {
         without=("MSAM",),
     ),
 }
-Name = Literal["vit", "vit_blocks", "text", "smollm2_text", "smollm2_trace"]
+BACKBONES["smollm2_text_seeds"] = BACKBONES["smollm2_text"]._replace(
+    tuning=(),
+    evaluation=(284, 285, 286, 287, 288),
+    candidates=1,
+    without=("SMAT climbing", "MSAM", "ASAM", "ASAM, half the steps"),
+)
+Name = Literal["vit", "vit_blocks", "text", "smollm2_text", "smollm2_text_seeds", "smollm2_trace"]
 
 
 def study(name: Name, model: str, data: str, options: Mapping[str, Any]) -> Widening:
