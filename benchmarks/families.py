@@ -22,7 +22,7 @@ from smat_fn.folders import extract_lora, merge_folders
 from smat_fn.mat import finetune, smat
 from smat_fn.models import clip, encoder, image_classifier, language
 from smat_fn.models.packing import texts
-from smat_fn.scripts.merge.exporting import export
+from smat_fn.scripts.merge.subcommands.exporting import export
 from smat_fn.types import Batch, Params
 
 VOCABULARY, IMAGE = 64, 32

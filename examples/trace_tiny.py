@@ -24,8 +24,8 @@ from smat_fn.report.tables import main_table, markdown
 from smat_fn.scripts.evaluate.evaluation import evaluate
 from smat_fn.scripts.evaluate.models import find_checkpoints
 from smat_fn.scripts.evaluate.outputs import verdict, write_report
+from smat_fn.scripts.merge.experts.inputs import load_inputs
 from smat_fn.scripts.merge.in_memory import Request, merge_run
-from smat_fn.scripts.merge.inputs import load_inputs
 from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.training import train_run
 from smat_fn.suites import Suite, load_suite, task_names

@@ -671,7 +671,7 @@ MUTANTS = [
         ("+ sums.get(place, 0)", ""),
     ),
     *_of(
-        "scripts/merge/transport.py",
+        "scripts/merge/subcommands/transport.py",
         ("sorted(asked.coefs), lambda", "sorted(asked.coefs)[:1], lambda"),
         ('"transport"), task)', '"transport"), "task")'),
         ('length(batch) if asked.vote == "majority" else 1', "1"),
@@ -714,14 +714,14 @@ MUTANTS = [
         ("inputs, sorted(files.values())", "sorted(files.values())"),
     ),
     *_of(
-        "scripts/merge/outside.py",
+        "scripts/merge/search/outside.py",
         ("if not math.isfinite(value)}", "if value is None}"),
         ("-file.stat().st_mtime_ns", "file.stat().st_mtime_ns"),
         ("if status := _status", "if 0 * _status"),
         ("seed=order.seed,", "seed=0,"),
     ),
     *_of(
-        "scripts/merge/searched.py",
+        "scripts/merge/search/over.py",
         ("if len({*found}) < len(found)", "if False"),
     ),
     *_of(
@@ -960,7 +960,7 @@ MUTANTS = [
         ("chat_template=TEMPLATES.get(template, args.output.chat_template)", "chat_template=None"),
         ('{"coef": args.merger.coef}', '{"coef": None}'),
     ),
-    *_of("scripts/merge/by_recipe.py", ("chunk_of(args.memory_mib << 20)", "chunk_of(72 << 20)")),
+    *_of("scripts/merge/subcommands/by_recipe.py", ("chunk_of(args.memory_mib << 20)", "chunk_of(72 << 20)")),
     *_of("scripts/analyse/scores.py", ("preset=options.preset", "preset=None")),
     *_of("scripts/analyse/weights.py", ("sigma if sigma is not None else own or suggested", "own or suggested")),
     # training runs, and the data and folders beside them

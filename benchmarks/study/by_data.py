@@ -47,10 +47,10 @@ def run_by_data(trial: Trial, work: Path, test: bool, keep: bool) -> Outcome:
     Under Muon Adam holds moments of some weights only, so there is no FISHER_ADAM. Experts stay for `adapt_trial`
     if ``keep`` is set.
     """
-    from smat_fn.scripts.merge.by_data import regress
-    from smat_fn.scripts.merge.inputs import load_inputs
+    from smat_fn.scripts.merge.experts.inputs import load_inputs
     from smat_fn.scripts.merge.settings import RegMeanPlus
-    from smat_fn.scripts.merge.statistics import statistics_of_run
+    from smat_fn.scripts.merge.subcommands.by_data import regress
+    from smat_fn.scripts.merge.subcommands.statistics import statistics_of_run
     from smat_fn.scripts.run_folder import find_inputs
     from smat_fn.scripts.train.options import RunOptions
     from smat_fn.scripts.train.training import train_run
@@ -84,8 +84,8 @@ def run_by_data(trial: Trial, work: Path, test: bool, keep: bool) -> Outcome:
 
 def adapt_trial(trial: Trial, work: Path, found: Outcome, keep: bool) -> Outcome:
     """The outcome of a trial whose experts were kept, with AdaMerging by task and by layer, which takes longest."""
-    from smat_fn.scripts.merge.by_data import adapt
     from smat_fn.scripts.merge.settings import AdaMerging
+    from smat_fn.scripts.merge.subcommands.by_data import adapt
 
     folder, started, models = trial.folder(work), time.perf_counter(), dict[str, Model]()
     for kind in ("task", "layer"):

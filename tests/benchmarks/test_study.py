@@ -26,9 +26,10 @@ from smat_fn.evaluate import Result, Scorer, read_results
 from smat_fn.evaluate.statistics import paired
 from smat_fn.merge import fisher
 from smat_fn.report.tables import main_table, markdown
-from smat_fn.scripts.merge import in_memory, settings, statistics
-from smat_fn.scripts.merge.choosing import calibrate
-from smat_fn.scripts.merge.inputs import load_inputs
+from smat_fn.scripts.merge import in_memory, settings
+from smat_fn.scripts.merge.experts.inputs import load_inputs
+from smat_fn.scripts.merge.search.choosing import calibrate
+from smat_fn.scripts.merge.subcommands import statistics
 from smat_fn.scripts.run_folder import find_inputs
 from smat_fn.scripts.train import loop, training
 from smat_fn.suites import digits, load_suite

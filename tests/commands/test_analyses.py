@@ -30,9 +30,10 @@ from smat_fn.scripts.analyse import commands, pictures, predictions, scores, wei
 from smat_fn.scripts.analyse import runs as reading
 from smat_fn.scripts.commands import eval as command
 from smat_fn.scripts.evaluate import evaluation, models, outputs
-from smat_fn.scripts.merge import in_memory, inputs
-from smat_fn.scripts.merge import suite as scoring
-from smat_fn.scripts.merge.inputs import load_inputs
+from smat_fn.scripts.merge import in_memory
+from smat_fn.scripts.merge.experts import inputs
+from smat_fn.scripts.merge.experts import suite as scoring
+from smat_fn.scripts.merge.experts.inputs import load_inputs
 from smat_fn.scripts.run_folder import find_inputs
 from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.training import train_run

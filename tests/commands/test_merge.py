@@ -26,7 +26,8 @@ from smat_fn.folders.parts import Part
 from smat_fn.scripts import run_folder
 from smat_fn.scripts.analyse import pictures
 from smat_fn.scripts.commands import merge as command
-from smat_fn.scripts.merge import commands, in_memory, on_disk, outside, settings, snapshots
+from smat_fn.scripts.merge import commands, in_memory, on_disk, settings
+from smat_fn.scripts.merge.search import outside, snapshots
 from smat_fn.scripts.recipes import load as recipes
 from smat_fn.scripts.recipes.own import Recipe
 

@@ -20,7 +20,7 @@ from smat_fn import checkpoint
 from smat_fn.config import PRESETS, Adapters, Dev, Finetune
 from smat_fn.evaluate import read_results
 from smat_fn.scripts.commands import train as train_command
-from smat_fn.scripts.merge import statistics
+from smat_fn.scripts.merge.subcommands import statistics
 from smat_fn.scripts.train import describe, joint, settings
 from smat_fn.scripts.train import options as checks
 from smat_fn.scripts.train import training as runs

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from smat_fn import checkpoint, merge
 from smat_fn.config import DIGITS, MERGERS, TaskArithmetic
-from smat_fn.scripts.merge.outside import Asked, Program, at, last_number
+from smat_fn.scripts.merge.search.outside import Asked, Program, at, last_number
 
 # minus the distance of the first number of w from 1.3, read without torch: it takes no time to start
 SCORE = """

@@ -18,7 +18,7 @@ from smat_fn.config import DIGITS, Adapters, Asam, Dev, Finetune, Mergopt, Msam,
 from smat_fn.models import FullLoss
 from smat_fn.parallel import World
 from smat_fn.scripts.evaluate.evaluation import evaluate
-from smat_fn.scripts.merge.inputs import load_inputs
+from smat_fn.scripts.merge.experts.inputs import load_inputs
 from smat_fn.scripts.run_folder import find_inputs
 from smat_fn.scripts.train import resuming
 from smat_fn.scripts.train.loop import train_expert

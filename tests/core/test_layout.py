@@ -88,10 +88,24 @@ def test_training_imports_neither_merging_nor_scoring_and_merging_no_scoring_of_
     back = {
         f"{file.relative_to(PACKAGE)}: {module}"
         for place, name in enumerate(order)
-        for file in (PACKAGE / "scripts" / name).glob("*.py")
+        for file in (PACKAGE / "scripts" / name).rglob("*.py")
         for module in imported(file)
         if module.split(".")[2:3] and module.split(".")[:2] == ["smat_fn", "scripts"]
         if module.split(".")[2] in order[place + 1 :]
+    }
+    assert not back
+
+
+def test_what_merging_is_made_of_imports_nothing_that_stands_on_it():
+    order = "experts", "provenance", "on_disk", "search", "in_memory", "subcommands"
+    folder = PACKAGE / "scripts/merge"
+    assert {file.parent.name for file in folder.rglob("*/*.py")} == {name for name in order if (folder / name).is_dir()}
+    back = {
+        f"{file.relative_to(folder)}: {module}"
+        for place, name in enumerate(order)
+        for file in [*folder.glob(f"{name}.py"), *(folder / name).glob("*.py")]
+        for module in imported(file)
+        if module.split(".")[1:3] == ["scripts", "merge"] and module.split(".")[3] in (*order[place + 1 :], "commands")
     }
     assert not back
 

@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from smat_fn import lora, merge, random
 from smat_fn.config import TaskArithmetic
 from smat_fn.folders import merge_adapters, merge_folders
-from smat_fn.scripts.merge.adapters import by_module
+from smat_fn.scripts.merge.subcommands.adapters import by_module
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SHARES = {"x": 0.7, "y": -0.4}

@@ -16,8 +16,9 @@ from smat_fn.config import TaskArithmetic
 from smat_fn.folders import merge_folders, plan
 from smat_fn.folders.inputs.hub import push, push_problems
 from smat_fn.models import pretrained
-from smat_fn.scripts.merge import moe, on_disk
+from smat_fn.scripts.merge import on_disk
 from smat_fn.scripts.merge.settings import Moe
+from smat_fn.scripts.merge.subcommands import moe
 from smat_fn.scripts.recipes.resolve import resolve
 
 _spec = importlib.util.spec_from_file_location("small_hub", Path(__file__).with_name("small_hub.py"))

@@ -15,7 +15,7 @@ from smat_fn.folders import Part, merge_folders, merge_part, open_folder, plan, 
 from smat_fn.folders.inputs.side_files import TOKENIZER, template_of
 from smat_fn.folders.inputs.stacks import stack_of, stack_parts, stacked
 
-_file = Path(__file__).parents[1] / "scripts/merge/make_recipes.py"
+_file = Path(__file__).parents[1] / "scripts/merge/subcommands/make_recipes.py"
 _spec = importlib.util.spec_from_file_location("make_recipes", _file)
 make_recipes = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(make_recipes)

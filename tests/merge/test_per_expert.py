@@ -14,7 +14,7 @@ from smat_fn.folders import merge_folders
 from smat_fn.merge.parts import chunks
 from smat_fn.merge.parts.per_expert import combined
 
-RECIPES = Path(__file__).parents[1] / "scripts" / "merge" / "make_recipes.py"
+RECIPES = Path(__file__).parents[1] / "scripts" / "merge" / "subcommands" / "make_recipes.py"
 _spec = importlib.util.spec_from_file_location("make_recipes", RECIPES)
 make_recipes = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(make_recipes)

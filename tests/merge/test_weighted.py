@@ -17,7 +17,7 @@ from smat_fn.merge.parts import arithmetic, tall
 from smat_fn.merge.parts.per_expert import Weighted
 
 ROOT = Path(__file__).parents[2]
-RECIPES = ROOT / "tests" / "scripts" / "merge" / "make_recipes.py"
+RECIPES = ROOT / "tests" / "scripts" / "merge" / "subcommands" / "make_recipes.py"
 _spec = importlib.util.spec_from_file_location("make_recipes", RECIPES)
 make_recipes = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(make_recipes)

@@ -22,10 +22,10 @@ from smat_fn.mat import finetune, smat
 from smat_fn.models import clip
 from smat_fn.optim import adam
 from smat_fn.scripts.evaluate.evaluation import evaluate
-from smat_fn.scripts.merge.by_data import adapt, regress
-from smat_fn.scripts.merge.exporting import export
 from smat_fn.scripts.merge.in_memory import Request, merge_run
 from smat_fn.scripts.merge.settings import AdaMerging, RegMeanPlus
+from smat_fn.scripts.merge.subcommands.by_data import adapt, regress
+from smat_fn.scripts.merge.subcommands.exporting import export
 from smat_fn.scripts.run_folder import find_inputs
 from smat_fn.scripts.train.joint import joint_run
 from smat_fn.scripts.train.options import RunOptions

@@ -17,7 +17,7 @@ from smat_fn.mat import smat
 from smat_fn.merge import weight_average
 from smat_fn.models import image_classifier
 from smat_fn.optim import adam
-from smat_fn.scripts.merge.whole_models import suite_part, whole_base
+from smat_fn.scripts.merge.experts.whole_models import suite_part, whole_base
 from smat_fn.suites import clip8, heads, load_suite
 
 NAMES = ("dark", "light", "red")

@@ -27,12 +27,12 @@ from smat_fn.models import encoder, packing
 from smat_fn.optim import adam
 from smat_fn.scripts import entry
 from smat_fn.scripts.evaluate.evaluation import evaluate
-from smat_fn.scripts.merge.by_data import adapt, regress
+from smat_fn.scripts.merge.experts.inputs import load_inputs, read_statistics
+from smat_fn.scripts.merge.experts.whole_models import suite_part, whole_base
 from smat_fn.scripts.merge.in_memory import Request, merge_run
-from smat_fn.scripts.merge.inputs import load_inputs, read_statistics
 from smat_fn.scripts.merge.settings import AdaMerging, RegMeanPlus, Statistics
-from smat_fn.scripts.merge.statistics import batches_of, length, make_statistics, without_padding
-from smat_fn.scripts.merge.whole_models import suite_part, whole_base
+from smat_fn.scripts.merge.subcommands.by_data import adapt, regress
+from smat_fn.scripts.merge.subcommands.statistics import batches_of, length, make_statistics, without_padding
 from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.training import train_run
 from smat_fn.suites import heads, load_suite, short_text, task_names

@@ -26,8 +26,8 @@ from smat_fn.mat import finetune
 from smat_fn.models import causal_lm
 from smat_fn.optim import adamw
 from smat_fn.scripts.evaluate import evaluation, models
+from smat_fn.scripts.merge.experts.inputs import facts_of, load_inputs
 from smat_fn.scripts.merge.in_memory import Request, merge_run
-from smat_fn.scripts.merge.inputs import facts_of, load_inputs
 from smat_fn.scripts.run_folder import find_inputs
 from smat_fn.scripts.train.joint import joint_run
 from smat_fn.scripts.train.loop import budget

@@ -88,7 +88,7 @@ def rows_of(
     from ...analyses.interference import interference as compute
     from ...folders.inputs.config_source import Sources
     from ...folders.inputs.opening import inputs_of, open_inputs
-    from ..merge.given import by_name
+    from ..merge.experts.given import by_name
 
     known, problems = by_name(base, experts, None)
     errors.raise_problems(problems)

@@ -17,10 +17,10 @@ from ...merge.parts.masked import Masked
 from ...suites import Suite
 from ...types import Params
 from ..manifests import incomplete, manifest_of
-from ..merge.choosing import is_open, merge_one
-from ..merge.given import manifests_of
-from ..merge.inputs import Inputs, like_base, load_inputs, mask_key
-from ..merge.suite import common_suite
+from ..merge.experts.given import manifests_of
+from ..merge.experts.inputs import Inputs, like_base, load_inputs, mask_key
+from ..merge.experts.suite import common_suite
+from ..merge.search.choosing import is_open, merge_one
 from ..run_folder import find_inputs, trained_by, unreplaced
 
 

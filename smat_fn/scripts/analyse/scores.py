@@ -166,7 +166,7 @@ def _reference(standard: Mapping[int, "Run"], split: str) -> dict[int, dict[str,
     """Scores of the FT experts by seed and task. Raises: ValueError for scores that nothing can be divided by."""
     from ... import errors
     from ...analyses.curves import reference_problems
-    from ..merge.inputs import like_base
+    from ..merge.experts.inputs import like_base
 
     found: dict[int, dict[str, float]] = {}
     for seed, run in standard.items():

@@ -45,7 +45,7 @@ from smat_fn.progress import say
 from smat_fn.scripts import cli, outcome
 from smat_fn.scripts.cli import NONE
 from smat_fn.scripts.merge.commands import COMMANDS
-from smat_fn.scripts.merge.searched import over_of, with_searched
+from smat_fn.scripts.merge.search.over import over_of, with_searched
 from smat_fn.scripts.merge.settings import check_given
 from smat_fn.scripts.merge.words import by_density, by_file, by_glob, without_foreign
 
@@ -249,7 +249,7 @@ def main(args: Merge) -> None:
     _check_over(args)
     import torch
 
-    from smat_fn.scripts.merge.given import manifests_of, weight_of, weighted
+    from smat_fn.scripts.merge.experts.given import manifests_of, weight_of, weighted
     from smat_fn.scripts.run_folder import all_inputs, sigma_note, trained_by
 
     torch.set_num_threads(args.machine.threads)
@@ -395,7 +395,7 @@ def _check_over(args: Merge) -> None:
 def _check_trials(args: Merge, config: MergerConfig, base: Path, experts: Sequence[Path]) -> None:
     """Raises: ValueError for --trials without a search, without numbers to try, and beside what it cannot be with."""
     from smat_fn.merge import check_trials, numbers_of, over_problems
-    from smat_fn.scripts.merge.given import by_name
+    from smat_fn.scripts.merge.experts.given import by_name
 
     choice, merger = args.choice, args.merger
     if not choice.trials:
@@ -447,7 +447,7 @@ def in_memory(
     """Merge in memory, with --search or --calibrate: coefficients and sparsity are chosen on dev."""
     from smat_fn.merge import CALIBRATION_COEFS
     from smat_fn.scripts.merge import in_memory
-    from smat_fn.scripts.merge.snapshots import find_snapshots
+    from smat_fn.scripts.merge.search.snapshots import find_snapshots
 
     parts = args.inputs, args.choice, args.output, args.machine
     given = {own.name: (getattr(part, own.name), own.default) for part in parts for own in fields(part)}
@@ -521,7 +521,7 @@ def on_disk(args: Merge, preset: Preset, configs: list[MergerConfig], base: Path
     )
     own = args.output
     if args.choice.score is not None:
-        from smat_fn.scripts.merge import outside
+        from smat_fn.scripts.merge.search import outside
 
         ours = args.choice.grid, args.choice.widen, args.choice.trials, args.choice.trials_over
         over = over_of(type(configs[0]), args.choice.search_over)

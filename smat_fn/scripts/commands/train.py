@@ -125,7 +125,7 @@ def train(args: Train, world: "parallel.World") -> None:
     """Load, check, train and save, in this process: the only one, or one of those that torchrun started."""
     import torch
 
-    from smat_fn.scripts.merge.statistics import statistics_of_run
+    from smat_fn.scripts.merge.subcommands.statistics import statistics_of_run
     from smat_fn.scripts.train.describe import dry_run, headline
     from smat_fn.scripts.train.joint import joint_run
     from smat_fn.scripts.train.options import check_run, experts_to_merge, suite_options

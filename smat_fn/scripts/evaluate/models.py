@@ -16,9 +16,9 @@ from ...folders.inputs.reading import open_folder
 from ...suites import Suite, load_suite
 from ...suites.trace_rows import given_metric
 from ..manifests import AGAIN, incomplete, manifest_of, with_tasks_of
-from ..merge.given import named
-from ..merge.suite import made_problems
-from ..merge.whole_models import own_dtype, whole_base
+from ..merge.experts.given import named
+from ..merge.experts.suite import made_problems
+from ..merge.experts.whole_models import own_dtype, whole_base
 from ..run_folder import unreplaced
 
 # kinds of manifests that tell the tasks; an exported model is as one of another tool

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ... import errors
 from ...evaluate.metrics import TRACE_METRICS
-from ..merge.suite import unlike
+from ..merge.experts.suite import unlike
 from .models import BASE, Model
 
 _OF_SCORES = "metric", "rows", "max_new_tokens", "repeats"  # options of suites that say what a score is of

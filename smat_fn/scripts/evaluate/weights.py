@@ -14,7 +14,7 @@ from ...folders.multi_task import is_several, task_params
 from ...suites import Suite
 from ...types import Params
 from ..manifests import check_weights
-from ..merge.whole_models import lacking_problems, suite_part, whole_base
+from ..merge.experts.whole_models import lacking_problems, suite_part, whole_base
 from .models import FOREIGN, Model
 
 

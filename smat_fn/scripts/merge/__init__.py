@@ -1,1 +1,1 @@
-"""merge.py: checked inputs, a search on dev, merged folders with a model card; verify and export."""
+"""merge.py: merges on disk and in memory, what they are made of, and the other subcommands."""

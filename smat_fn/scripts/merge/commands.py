@@ -34,17 +34,17 @@ def printing(module: str, name: str) -> Callable[[Any], None]:
     return run
 
 
-from_recipe = printing(".by_recipe", "merge")
+from_recipe = printing(".subcommands.by_recipe", "merge")
 COMMANDS: dict[str, Command] = {
-    "verify": (printing(".finished", "verified"), Verify),
+    "verify": (printing(".provenance.finished", "verified"), Verify),
     "recipe": (from_recipe, FromRecipe),
-    "export": (printing(".exporting", "write"), Export),
-    "extract-lora": (printing(".extracting", "extract"), ExtractLora),
-    "statistics": (printing(".statistics", "make_statistics"), Statistics),
-    "adamerging": (printing(".by_data", "adapt"), AdaMerging),
-    "reg_mean_plus": (printing(".by_data", "regress"), RegMeanPlus),
-    "adapters": (printing(".adapters", "merge"), MergeAdapters),
-    "transport": (printing(".transport", "transport"), Transport),
-    "moe": (printing(".moe", "make"), Moe),
-    "transplant-tokenizer": (printing(".transplanting", "transplant"), TransplantTokenizer),
+    "export": (printing(".subcommands.exporting", "write"), Export),
+    "extract-lora": (printing(".subcommands.extracting", "extract"), ExtractLora),
+    "statistics": (printing(".subcommands.statistics", "make_statistics"), Statistics),
+    "adamerging": (printing(".subcommands.by_data", "adapt"), AdaMerging),
+    "reg_mean_plus": (printing(".subcommands.by_data", "regress"), RegMeanPlus),
+    "adapters": (printing(".subcommands.adapters", "merge"), MergeAdapters),
+    "transport": (printing(".subcommands.transport", "transport"), Transport),
+    "moe": (printing(".subcommands.moe", "make"), Moe),
+    "transplant-tokenizer": (printing(".subcommands.transplanting", "transplant"), TransplantTokenizer),
 }

@@ -21,25 +21,15 @@ from ...suites import Suite, has_heads
 from .. import outcome
 from ..recipes.own import written
 from ..recipes.places import sources_text
-from .card import CARD, card, licenses_of
-from .choosing import Merged, about, fingerprints, is_open, merge_one, sparsities, total, with_buffers
-from .finished import differences, is_merged, other_order, verify
-from .given import by_name
-from .inputs import Inputs, depth_problems, facts_of, load_inputs, missing_of, read_statistics
-from .searched import (
-    Over,
-    alike,
-    chosen_text,
-    combined,
-    facts_of_options,
-    facts_of_trials,
-    numbers_text,
-    text_of,
-    trials_of,
-    value_problems,
-)
-from .snapshots import choose_snapshot
-from .suite import made_problems, of_base, scoring_suite
+from .experts.given import by_name
+from .experts.inputs import Inputs, depth_problems, facts_of, load_inputs, missing_of, read_statistics
+from .experts.suite import made_problems, of_base, scoring_suite
+from .provenance.card import CARD, card, licenses_of
+from .provenance.finished import differences, is_merged, other_order, verify
+from .provenance.searched import alike, chosen_text, facts_of_options, facts_of_trials, numbers_text, text_of, trials_of
+from .search.choosing import Merged, about, fingerprints, is_open, merge_one, sparsities, total, with_buffers
+from .search.over import Over, combined, value_problems
+from .search.snapshots import choose_snapshot
 
 SAME = "all experts equal the base: the merged model is the base, train longer or give other experts"
 # facts that tell merges apart

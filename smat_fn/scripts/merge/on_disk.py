@@ -42,11 +42,11 @@ from .. import outcome
 from ..manifests import manifest_of, other_weights, rewritten_meanwhile
 from ..recipes.own import BESIDE, OWN, written
 from ..recipes.places import placed_by_name
-from .card import card, licenses_of, rounding
-from .finished import differences, hashes, is_merged, other_inputs, seconds_to_hash, texts
-from .given import by_name
-from .inputs import depth_problems, facts_of, mask_key
-from .origin import base_problems, name_problems
+from .experts.given import by_name
+from .experts.inputs import depth_problems, facts_of, mask_key
+from .experts.origin import base_problems, name_problems
+from .provenance.card import card, licenses_of, rounding
+from .provenance.finished import differences, hashes, is_merged, other_inputs, seconds_to_hash, texts
 
 DONE = "already finished: its files and inputs match its model card"
 

@@ -23,7 +23,7 @@ def check_given(merger: str, run: Path | None, base: Path | None, experts: Seque
 def _base_of(merger: str, experts: Sequence[Path]) -> str:
     """A way out for a command line without --base: the base that experts name, or any expert."""
     from ...merge.registry import BASELESS
-    from .given import origins
+    from .experts.given import origins
 
     if merger in BASELESS:
         return f"; {merger} takes configuration and tokenizer from --base: give any of the experts"

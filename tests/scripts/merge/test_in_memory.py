@@ -37,10 +37,10 @@ from smat_fn.scripts.analyse import scores
 from smat_fn.scripts.analyse.runs import Run, merged_params
 from smat_fn.scripts.commands import merge as command
 from smat_fn.scripts.merge import commands, in_memory, on_disk, settings
-from smat_fn.scripts.merge import suite as suite_of
-from smat_fn.scripts.merge.choosing import Merged, calibrate, merge_one
+from smat_fn.scripts.merge.experts import suite as suite_of
+from smat_fn.scripts.merge.experts.inputs import Inputs, load_inputs
 from smat_fn.scripts.merge.in_memory import Request, merge_run, notes_of, summary, tied
-from smat_fn.scripts.merge.inputs import Inputs, load_inputs
+from smat_fn.scripts.merge.search.choosing import Merged, calibrate, merge_one
 from smat_fn.scripts.run_folder import find_inputs, trained_by
 
 MERGERS = list(DIGITS.mergers.values())

@@ -35,13 +35,15 @@ from smat_fn.config import (
 from smat_fn.folders import writing
 from smat_fn.folders.files import Hashing
 from smat_fn.scripts.evaluate import evaluation
-from smat_fn.scripts.merge import exporting, finished, on_disk
-from smat_fn.scripts.merge.choosing import merge_one
-from smat_fn.scripts.merge.exporting import export
-from smat_fn.scripts.merge.given import model_names, named, weight_of
+from smat_fn.scripts.merge import on_disk
+from smat_fn.scripts.merge.experts.given import model_names, named, weight_of
+from smat_fn.scripts.merge.experts.inputs import load_inputs
 from smat_fn.scripts.merge.in_memory import Request, merge_run
-from smat_fn.scripts.merge.inputs import load_inputs
 from smat_fn.scripts.merge.on_disk import plan_text
+from smat_fn.scripts.merge.provenance import finished
+from smat_fn.scripts.merge.search.choosing import merge_one
+from smat_fn.scripts.merge.subcommands import exporting
+from smat_fn.scripts.merge.subcommands.exporting import export
 from smat_fn.scripts.run_folder import find_inputs
 
 TA = TaskArithmetic(coef=0.4)

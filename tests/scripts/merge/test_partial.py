@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from smat_fn import checkpoint
 from smat_fn.scripts import entry
-from smat_fn.scripts.merge.finished import verify
+from smat_fn.scripts.merge.provenance.finished import verify
 
 WHOLE = {"model.diffusion_model.out.weight": (3, 2), "first_stage_model.conv.weight": (2, 2)}
 NOTE = "expert 'unet' lacks first_stage_model: it has base's"

@@ -9,8 +9,9 @@ import torch
 from smat_fn import checkpoint
 from smat_fn.config import Emr, TallMask
 from smat_fn.scripts.evaluate import evaluation
-from smat_fn.scripts.merge import finished, on_disk
-from smat_fn.scripts.merge.exporting import export
+from smat_fn.scripts.merge import on_disk
+from smat_fn.scripts.merge.provenance import finished
+from smat_fn.scripts.merge.subcommands.exporting import export
 from smat_fn.scripts.run_folder import find_inputs
 
 ALL = [Emr(), TallMask(0.4)]

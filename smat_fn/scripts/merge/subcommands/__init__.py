@@ -1,0 +1,1 @@
+"""The commands of merge.py beside mergers, one module each."""
