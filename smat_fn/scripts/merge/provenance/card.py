@@ -36,46 +36,40 @@ def card(manifest: Mapping[str, Any]) -> str:
     mixed = manifest["merger"] == "moe"
     title = f"# {label} experts merged by {manifest['merger'].upper()}"
     title = f"# Mixture of experts of {label}" if mixed else title
-    lines = [
+    text = [
         f"# Layers of {label}, stacked" if stacks and len(manifest["experts"]) == 1 else title,
-        "",
         f"Merger: {manifest['merger']} ({options}){semantics}{masks}.",
     ]
     if stacks:
         said = ", ".join(f"{name} is `{parts}`" for name, parts in stacks.items())
-        lines += ["", f"Its layers are those of several models one after another, [first:last + 1]: {said}."]
+        text.append(f"Its layers are those of several models one after another, [first:last + 1]: {said}.")
     if whose := {name: manifest[f"{name}_from"] for name in ("config", "tokenizer") if manifest.get(f"{name}_from")}:
-        lines += ["", f"Not base's: {', '.join(f'{name} of {place}' for name, place in whose.items())}."]
+        text.append(f"Not base's: {', '.join(f'{name} of {place}' for name, place in whose.items())}.")
     if scales := manifest.get("scales"):
         each = _points(scales.items(), "{} {:.6g}")
-        lines += ["", f"Not one model but one for each task: a vector, and a mask and a scale each ({each})."]
-        lines += ["", "`python merge.py export FOLDER --base BASE --task TASK --out MODEL` writes the model of a task."]
+        text.append(f"Not one model but one for each task: a vector, and a mask and a scale each ({each}).")
+        text.append("`python merge.py export FOLDER --base BASE --task TASK --out MODEL` writes the model of a task.")
     elif mixed:
         more = "scales and noise are as above; routers are new, and parameters that the models lack are zero"
-        lines += ["", f"Weights are those of the inputs: {more}; dtypes: {manifest['out_dtype']}."]
+        text.append(f"Weights are those of the inputs: {more}; dtypes: {manifest['out_dtype']}.")
     elif "out_dtype" in manifest:
-        lines += ["", f"Precision: {rounding(manifest['rounding_ratio'])}; dtypes: {manifest['out_dtype']}."]
+        text.append(f"Precision: {rounding(manifest['rounding_ratio'])}; dtypes: {manifest['out_dtype']}.")
     if manifest.get("density"):
-        lines += ["", f"Share of coordinates that was kept: {_points(manifest['density'].items(), '{} {:.6f}')}."]
-    lines += [*_search(manifest), *_outside(manifest)]
-    lines += [f"\nNote: {_text(note)}." for note in manifest.get("notes", ())]
-    of_base, theirs = _licenses(manifest)
-    lines += _other_licenses(of_base, theirs, "experts")
-    lines += ["", "| expert | dev score of the merged model | fingerprint (SHA-256) |", "|---|---:|---|"]
+        text.append(f"Share of coordinates that was kept: {_points(manifest['density'].items(), '{} {:.6f}')}.")
+    text += [*_search(manifest), *_outside(manifest), *_notes(manifest), *_other_licenses(manifest, "experts")]
+    table = ["| expert | dev score of the merged model | fingerprint (SHA-256) |", "|---|---:|---|"]
     for name, print_ in manifest["experts"].items():
         score = f" {manifest['dev'][name]:.2f}" if name in manifest["dev"] else ""
-        lines.append(f"| {_cell(name)} |{score} | {'' if print_ is None else f'`{print_}`'} |")
-    lines += ["", f"Base `{manifest['base_fingerprint']}`, merged weights `{manifest['fingerprint']}`."]
-    lines += _hashes(manifest)
-    lines += ["", ", ".join(f"{name} {version}" for name, version in manifest["versions"].items()) + ".", ""]
+        table.append(f"| {_cell(name)} |{score} | {'' if print_ is None else f'`{print_}`'} |")
+    text += ["\n".join(table), f"Base `{manifest['base_fingerprint']}`, merged weights `{manifest['fingerprint']}`."]
     metadata = {  # in the order of huggingface_hub's own cards
         "base_model": model_ids(manifest["base_model"]),
         "library_name": _library(manifest),
-        **_license_metadata(of_base),
+        **_license_metadata(manifest),
         "tags": ["merge", "smat_fn", manifest["merger"]],
         "base_model_relation": "merge",
     }
-    return _with_metadata("\n".join(lines), metadata)
+    return _with_hashes(text, manifest, metadata)
 
 
 def _options(given: Mapping[str, Any]) -> str:
@@ -121,9 +115,10 @@ def _licenses(manifest: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, di
     return found.get("base", {}), found.get("experts", {})
 
 
-def _license_metadata(own: Mapping[str, Any]) -> dict[str, Any]:
-    """A license for another model card, without a link that is a path: it would name a file of that other folder."""
-    return {name: value for name, value in own.items() if name != "license_link" or value.startswith("http")}
+def _license_metadata(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The license of base, without a link that is a path: it would name a file of that other folder."""
+    of_base, _ = _licenses(manifest)
+    return {name: value for name, value in of_base.items() if name != "license_link" or value.startswith("http")}
 
 
 def _license_name(own: Mapping[str, Any]) -> str:
@@ -131,15 +126,16 @@ def _license_name(own: Mapping[str, Any]) -> str:
     return _text(found if isinstance(found, str) else " and ".join(found))
 
 
-def _other_licenses(of_base: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]], what: str) -> list[str]:
+def _other_licenses(manifest: Mapping[str, Any], what: str) -> list[str]:
     """A paragraph on those of the inputs, ``what``, whose license is not the base's."""
+    of_base, others = _licenses(manifest)
     base = _license_name(of_base) if of_base else None
     named = {name: own for name, found in others.items() if (own := _license_name(found)) != base}
     if not named:
         return []
     each = ", ".join(f"{name} {license}" for name, license in named.items())
     whose = f"is that of base; {what} name others" if of_base else f"of base is not known; {what} name theirs"
-    return ["", f"The license {whose} ({each}): check their terms."]
+    return [f"The license {whose} ({each}): check their terms."]
 
 
 def adapter_card(manifest: Mapping[str, Any]) -> str:
@@ -153,67 +149,63 @@ def adapter_card(manifest: Mapping[str, Any]) -> str:
     drops = manifest["method"].startswith("dare") or manifest.get("merger") in RANDOM
     masks = f", random masks from seed {manifest['merge_seed']}" if drops else ""
     base = manifest["base_model"]
-    lines = [
+    table = ["| adapter | weight |", "|---|---:|"]
+    table += [f"| {_cell(name)} | {manifest['weights'].get(name, 1.0):g} |" for name in manifest["adapters"]]
+    text = [
         f"# LoRA adapters merged by {manifest['method']}",
-        "",
         f"Method: {manifest['method']}{options}{masks}. "
         f"Rank {manifest['stored_rank']}, scale 1: the change of a matrix is BA.",
-        "",
         f"Base: {_code(base) if base else 'as its adapters name it in their configuration'}. It was not read.",
-        "",
-        "| adapter | weight |",
-        "|---|---:|",
+        "\n".join(table),
+        *_other_licenses(manifest, "adapters"),
     ]
-    lines += [f"| {_cell(name)} | {manifest['weights'].get(name, 1.0):g} |" for name in manifest["adapters"]]
-    of_base, theirs = _licenses(manifest)
-    lines += _other_licenses(of_base, theirs, "adapters")
-    lines += _hashes(manifest)
-    lines += ["", ", ".join(f"{name} {version}" for name, version in manifest["versions"].items()) + ".", ""]
     known = model_ids([base]) if base else None
     metadata = {
         "base_model": known and known[0],
         "library_name": "peft",
-        **_license_metadata(of_base),
+        **_license_metadata(manifest),
         "tags": ["merge", "smat_fn", "lora", manifest["method"]],
         "base_model_relation": "adapter" if known else None,
     }
-    return _with_metadata("\n".join(lines), metadata)
+    return _with_hashes(text, manifest, metadata)
 
 
 def transplanted_card(manifest: Mapping[str, Any]) -> str:
     """The model card of a model with another model's tokenizer: tokens, method, SHA-256 hashes and fingerprints."""
     label, other = _text(manifest["label"]), _text(manifest["tokenizer_from"])
     tokens = manifest["tokens"]
-    lines = [
+    text = [
         f"# {label} with the tokenizer of {other}",
-        "",
         f"{tokens['shared']} of {tokens['all']} tokens have the rows of {label}. The other rows were approximated, "
         f"not trained: {_options(manifest['hyperparameters'])}. All other weights are those of {label}.",
+        *_notes(manifest),
+        *_other_licenses(manifest, "models"),
+        f"Model `{manifest['source_fingerprint']}`, written weights `{manifest['fingerprint']}`.",
     ]
-    lines += [f"\nNote: {_text(note)}." for note in manifest["notes"]]
-    of_base, theirs = _licenses(manifest)
-    lines += _other_licenses(of_base, theirs, "models")
-    lines += ["", f"Model `{manifest['source_fingerprint']}`, written weights `{manifest['fingerprint']}`."]
-    lines += _hashes(manifest)
-    lines += ["", ", ".join(f"{name} {version}" for name, version in manifest["versions"].items()) + ".", ""]
     metadata = {
         "base_model": model_ids(manifest["base_model"]),
         "library_name": _library(manifest),
-        **_license_metadata(of_base),
+        **_license_metadata(manifest),
         "tags": ["smat_fn"],
     }
-    return _with_metadata("\n".join(lines), metadata)
+    return _with_hashes(text, manifest, metadata)
 
 
-def _hashes(manifest: Mapping[str, Any]) -> list[str]:
-    """Tables of the files that were written and read, if the manifest names them."""
-    if not (files := manifest.get("files")):
-        return []
-    lines = ["", "`python merge.py verify FOLDER` hashes the files below again and reports changes."]
-    for title, hashes in {"written": files, **{f"read of {n}": own for n, own in manifest["inputs"].items()}}.items():
-        lines += ["", f"| {_cell(title)} | SHA-256 |", "|---|---|"]
-        lines += [f"| {_cell(file)} | `{print_}` |" for file, print_ in hashes.items()]
-    return lines
+def _notes(manifest: Mapping[str, Any]) -> list[str]:
+    """A paragraph for each note."""
+    return [f"Note: {_text(note)}." for note in manifest.get("notes", ())]
+
+
+def _with_hashes(paragraphs: Sequence[str], manifest: Mapping[str, Any], metadata: Mapping[str, Any]) -> str:
+    """A model card that ends with tables of the files that were written and read, if the manifest names them."""
+    text = [*paragraphs]
+    if files := manifest.get("files"):
+        text.append("`python merge.py verify FOLDER` hashes the files below again and reports changes.")
+        for title, own in {"written": files, **{f"read of {n}": of for n, of in manifest["inputs"].items()}}.items():
+            rows = [f"| {_cell(file)} | `{print_}` |" for file, print_ in own.items()]
+            text.append("\n".join([f"| {_cell(title)} | SHA-256 |", "|---|---|", *rows]))
+    text.append(", ".join(f"{name} {version}" for name, version in manifest["versions"].items()) + ".\n")
+    return _with_metadata("\n\n".join(text), metadata)
 
 
 def exported_card(model: Path, manifest: Mapping[str, Any]) -> str:
@@ -240,7 +232,7 @@ def exported_card(model: Path, manifest: Mapping[str, Any]) -> str:
         found.text = f"\n# {named}: the model of {manifest['task']}\n\nMerger: {manifest['merger']} ({options}).\n"
     (of_base, _), own = _licenses(manifest), _license_in(found.data.to_dict())
     if not own:
-        for name, value in _license_metadata(of_base).items():
+        for name, value in _license_metadata(manifest).items():
             found.data[name] = value
     elif of_base and _license_name(own) != _license_name(of_base):
         whose = f"The license is that of the model; base names another ({_license_name(of_base)})"
@@ -295,38 +287,36 @@ def _library(manifest: Mapping[str, Any]) -> str:
 
 def _search(manifest: Mapping[str, Any]) -> list[str]:
     """Paragraphs about the search on dev, if there was one."""
-    lines = []
+    text = []
     if found := manifest.get("calibration"):
         tried = _points(found["curve"])
-        lines.append(f"{found['field']} was chosen on dev at coefficient {found['coef']} (mean over tasks): {tried}.")
-    lines += _combinations(manifest, "dev", "on dev (mean over tasks)", "dev score", "{:.2f}")
+        text.append(f"{found['field']} was chosen on dev at coefficient {found['coef']} (mean over tasks): {tried}.")
+    text += _combinations(manifest, "dev", "on dev (mean over tasks)", "dev score", "{:.2f}")
     if manifest["dev_curve"]:
         edge = f" The chosen one is the {found} tried." if (found := manifest.get("dev_edge")) else ""
-        lines.append(f"The coefficient was chosen on dev (mean over tasks): {_points(manifest['dev_curve'])}.{edge}")
+        text.append(f"The coefficient was chosen on dev (mean over tasks): {_points(manifest['dev_curve'])}.{edge}")
     if blocks := manifest.get("dev_blocks"):
-        lines.append(
-            f"Then each block in its turn got the coefficient that does best on dev, {len(blocks)} were tried."
-        )
-    lines += _trials(trials_of(manifest, "dev"), "dev score", "{:.2f}")
+        text.append(f"Then each block in its turn got the coefficient that does best on dev, {len(blocks)} were tried.")
+    text += _trials(trials_of(manifest, "dev"), "dev score", "{:.2f}")
     if at := manifest.get("snapshot"):
         points = ", ".join(
             f"{index}: {score:.2f}" + ("" if coef is None else f" at coefficient {coef:g}")
             for index, score, coef in at["curve"]
         )
         steps = ", ".join(f"{task} {step}" for task, step in at["steps"].items())
-        lines.append(
+        text.append(
             f"Snapshot {at['index']} of {at['of']} was chosen on dev (mean over tasks, the last one is the end of "
             f"training): {points}. Steps of training: {steps}."
         )
     if finals := manifest.get("dev_finals"):
-        lines.append(f"That was one decode; the best were decoded again, means over decodes: {_points(finals)}.")
+        text.append(f"That was one decode; the best were decoded again, means over decodes: {_points(finals)}.")
     if cost := manifest.get("tried"):
         known = f" ({cost['kept']} known from before, {cost['seconds_saved']:.1f} s saved)" if cost["kept"] else ""
-        lines.append(
+        text.append(
             f"Tried on dev: {cost['candidates']} candidates, {cost['scores']} scores of one task and decode{known}; "
             f"{cost['seconds_merging']:.1f} s of merging, {cost['seconds_scoring']:.1f} s of scoring."
         )
-    return [text for line in lines for text in ("", line)]
+    return text
 
 
 def _outside(manifest: Mapping[str, Any]) -> list[str]:
@@ -335,23 +325,18 @@ def _outside(manifest: Mapping[str, Any]) -> list[str]:
         return []
     asked, edge = manifest["asked"], manifest.get("score_edge")
     keys = f" ({_text(', '.join(asked['score_keys']))})" if asked["score_keys"] else ""
-    lines = [
-        "",
-        f"The score of another program{keys}, larger is better, is {manifest['score']:.6g}: {_code(asked['score'])}.",
+    text = [
+        f"The score of another program{keys}, larger is better, is {manifest['score']:.6g}: {_code(asked['score'])}."
     ]
     if len(scores := manifest.get("scores", {})) > 1:
-        lines += [
-            "",
-            f"It is the mean of {_points(((_text(name), own) for name, own in scores.items()), '{} {:.6g}')}.",
-        ]
+        means = _points(((_text(name), own) for name, own in scores.items()), "{} {:.6g}")
+        text.append(f"It is the mean of {means}.")
     where = "by this score, which is therefore optimistic"
-    lines += [text for own in _combinations(manifest, "score", where, "score", "{:.6g}") for text in ("", own)]
+    text += _combinations(manifest, "score", where, "score", "{:.6g}")
     if curve := manifest["score_curve"]:
         chosen = f" The chosen one is the {edge} tried." if edge else ""
-        tried = _points(curve, "{}: {:.6g}")
-        lines += ["", f"The coefficient was chosen {where}: {tried}.{chosen}"]
-    trials = _trials(trials_of(manifest, "score"), "score", "{:.6g}")
-    return [*lines, *(text for line in trials for text in ("", line))]
+        text.append(f"The coefficient was chosen {where}: {_points(curve, '{}: {:.6g}')}.{chosen}")
+    return text + _trials(trials_of(manifest, "score"), "score", "{:.6g}")
 
 
 def _trials(tried: Sequence[tuple[ByExpert, float]], what: str, form: str) -> list[str]:
