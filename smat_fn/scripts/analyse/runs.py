@@ -123,8 +123,7 @@ def chosen_merger(run: Run, merger: str, *, coef: float | None, preset: str | No
         raise ValueError(f"{run.path} holds {merger} models of several settings, {' and '.join(found)}: {way}")
     if stored:
         config = type(config)(**stored[0])
-    chosen: MergerConfig = config if coef is None else replace(config, coef=coef)
-    return chosen
+    return config if coef is None else replace(config, coef=coef)
 
 
 def check_merger(paths: Iterable[Path], merger: str, preset: str | None) -> None:

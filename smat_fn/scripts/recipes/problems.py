@@ -24,7 +24,6 @@ _NEAR = 0.8  # how much of two words must agree for one to be proposed
 _OF_TOKENIZER = "pad_to_multiple_of", "tokens"
 _OF_METHODS = {name for method in METHODS.values() for name in (*method.per_model, *method.shared)}
 PARAMETERS = frozenset(_OF_METHODS | {name for _, name in VARIANTS})
-REFUSED = {"modules": "only the module default is read, with slices or models alone: give models or slices"}
 SLICE = {
     "merge_method": "all slices are merged by one method: write a file for each method, and stack what they make",
     "base_model": "all slices have one base: give base_model once, beside slices",
@@ -54,12 +53,12 @@ def foreign_file(found: Mapping[str, Any], file: Path) -> str:
 
 def recipe_problems(found: Mapping[str, Any]) -> Iterator[str]:
     """Errors for the fields of a mergekit recipe; no model is read."""
-    for name, value in found.items():
-        if name in REFUSED and value is None:
-            continue  # as in a configuration that was written with its defaults
-        if name in REFUSED:
-            yield f"{name} is not supported: {REFUSED[name]}"
-    yield from unknown_fields(name for name in found if name not in REFUSED)
+    if found.get("modules") is not None:  # it is in a configuration that was written with its defaults
+        yield (
+            "modules is not supported: only the module default is read, with slices or models alone: give models or "
+            "slices"
+        )
+    yield from unknown_fields(name for name in found if name != "modules")
     method = METHODS.get(str(found.get("merge_method")))
     if found.get("merge_method") is None:
         yield f"merge_method is missing: give one of {', '.join(METHODS)}"

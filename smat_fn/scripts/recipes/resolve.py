@@ -251,8 +251,7 @@ def _base_of(sources: Sequence[Source], origin: str | None) -> Source:
 
 def _stack(sources: Sequence[Source], uneven: bool = False) -> Path:
     """Args: uneven: the merger leaves out absent models; else their weight is 0."""
-    parts = [(source, *(source.layers or (0, 0))) for source in sources]
-    return stack_of([StackPart(Path(s.ref), start, stop, s.absent and uneven) for s, start, stop in parts])
+    return stack_of([StackPart(Path(s.ref), *(s.layers or (0, 0)), s.absent and uneven) for s in sources])
 
 
 def _whole_spots(paths: Iterable[str]) -> dict[str, Spot]:

@@ -68,8 +68,7 @@ def steps_of(documents: Sequence[Mapping[str, Any]], file: Path, notes: list[str
 
 def placed(step: Step, made: Mapping[str, Path]) -> dict[str, Any]:
     """The fields of a merge with the folders of earlier merges in place of their names."""
-    found: dict[str, Any] = _changed(step.fields, lambda part: str(made.get(part, part)))
-    return found
+    return _changed(step.fields, lambda part: str(made.get(part, part)))
 
 
 def _changed(value: Any, change: Callable[[str], str], name: str = "") -> Any:

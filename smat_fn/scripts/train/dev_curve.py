@@ -88,18 +88,17 @@ class DevCurve:
 
 def curve_of(suite: Suite, task: str, training: Training, adapters: Lora | None) -> DevCurve | None:
     """The curve that a training asks for. Raises: ValueError for losses of a suite without dev batches."""
-    if training.dev is None:
+    if (dev := training.dev) is None:
         return None
-    if training.dev.by == "loss" and suite.dev_batches is None:
+    if dev.by == "loss" and suite.dev_batches is None:
         raise ValueError(f"suite {suite.name!r} has no batches of its dev split: evaluate by score")
 
     def measure(params: Params) -> float:
         full = whole_weights(params, suite.base, adapters)
-        assert training.dev is not None
-        if training.dev.by == "score":
+        if dev.by == "score":
             return suite.score(full, task, "dev")
         assert suite.dev_batches is not None
         with torch.no_grad():
             return float(mean_loss(suite.loss_fn(task), suite.dev_batches(task))(full))
 
-    return DevCurve(measure, training.dev)
+    return DevCurve(measure, dev)

@@ -291,9 +291,8 @@ def _train_one(shared: Shared, expert: Expert) -> None:
     if finished:
         if world.leads:
             _forget_replaced(run, task)
-        code = _other_code(checkpoint.load_manifest(run.out / task)) if world.leads else ""
-        report(f"{task}: already finished{code}{_relabelled(run, task) if world.leads else ''}")
-        if world.leads:
+            code = _other_code(checkpoint.load_manifest(run.out / task))
+            report(f"{task}: already finished{code}{_relabelled(run, task)}")
             _probe_finished(shared, task)
         return
     if last is not None:

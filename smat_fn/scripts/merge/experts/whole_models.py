@@ -35,9 +35,7 @@ class SuitePart(NamedTuple):
 
     def check(self, label: str, leaves: Leaves) -> None:
         """Raises: ValueError for a model that differs from base where the suite takes base's weights."""
-        own, rest = self._seen(leaves), [path for path in self.read if path not in self.names]
-        unlike = [path for path in rest if not _alike(self.view.leaf(path), own.leaf(path))]
-        if unlike := [path for path in unlike if not self._follows(path, own)]:
+        if unlike := self._unlike(leaves, self.read):
             raise ValueError(
                 f"{label} differs from its base in {and_more(map(repr, unlike))}, which suite {self.suite!r} takes "
                 "from base: its score would be that of another model; leave out options that freeze layers, or give "
@@ -50,12 +48,8 @@ class SuitePart(NamedTuple):
 
     def changed_beside(self, models: Iterable[Leaves]) -> list[str]:
         """Leaves in which some model differs from base, but for those that the suite trains and copies of these."""
-        rest = [path for path in self.view.leaves if path not in self.names]
-        found: dict[str, None] = {}
-        for own in map(self._seen, models):
-            unlike = (path for path in rest if not _alike(self.view.leaf(path), own.leaf(path)))
-            found.update(dict.fromkeys(path for path in unlike if not self._follows(path, own)))
-        return [path for path in rest if path in found]
+        found = {path for leaves in models for path in self._unlike(leaves, self.view.leaves)}
+        return [path for path in self.view.leaves if path in found]
 
     def whole(self, own: Leaves, others: Leaves) -> dict[str, Tensor]:
         """A model with base's leaves: those of the suite from ``own``, the rest from a whole model.
@@ -73,6 +67,12 @@ class SuitePart(NamedTuple):
         whole = _in_memory("model", {**seen.leaves, **taken}, self.view.root)
         stored = self.naming.stored(whole, _in_memory("model", others, self.view.root), taken)
         return {path: stored.leaf(path) for path in others}
+
+    def _unlike(self, leaves: Leaves, paths: Iterable[str]) -> list[str]:
+        """Those in which a model differs from base, but for the leaves that the suite trains and copies of these."""
+        own, rest = self._seen(leaves), [path for path in paths if path not in self.names]
+        unlike = [path for path in rest if not _alike(self.view.leaf(path), own.leaf(path))]
+        return [path for path in unlike if not self._follows(path, own)]
 
     def _follows(self, path: str, own: Folder) -> bool:
         """Whether a leaf that base and a model store is a copy of one that the suite trains, and is tied to it."""

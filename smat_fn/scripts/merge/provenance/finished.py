@@ -70,6 +70,21 @@ def is_finished(
         return False
 
 
+def is_kept(out: Path, others: Callable[[], Sequence[str]], *, overwrite: bool) -> bool:
+    """Whether a folder holds the model that is to be made, which stays.
+
+    Args: others: gives the reasons why it is not this very model. Raises: ValueError for a folder of something else.
+    """
+    if overwrite or not out.exists():
+        return False
+    checkpoint.refuse_existing(out, overwrite=True)  # what --overwrite would not replace either
+    if found := others():
+        raise ValueError(
+            f"{out} exists and holds something else ({found[0]}): choose another folder or pass --overwrite"
+        )
+    return True
+
+
 def kept_adapter(adapter: Path) -> Iterator[str]:
     """Lines on an adapter that stays; a note on one that was written when its modules could have unequal ranks."""
     yield f"kept: {adapter}: already finished"

@@ -22,7 +22,7 @@ from ....merge.parts.masked import Masked
 from ....progress import say
 from ....types import Params
 from ..experts.inputs import Inputs, like_base, mask_key, read_statistics
-from ..provenance.searched import chosen_of, edges_of, numbers_text, tuned_text
+from ..provenance.searched import chosen_of, numbers_text, tuned_text
 from .over import Over
 
 T = TypeVar("T")
@@ -73,11 +73,6 @@ class Merged(NamedTuple):
     def options(self) -> dict[str, Any]:
         """The chosen values of the options that the search tried: the first of equal ones."""
         return chosen_of(self.tuned)
-
-    @property
-    def option_edges(self) -> dict[str, str]:
-        """The options whose chosen number is the "smallest" or the "largest" of those tried."""
-        return edges_of(self.tuned)
 
 
 class Reranked(NamedTuple, Generic[T]):

@@ -40,11 +40,7 @@ def merge(args: MergeAdapters) -> Iterator[str]:
         problems.append(f"--majority is for ties and ties_svd, not for {args.method}")
     if args.method in SPACES:
         problems += [] if args.density is None else [f"{args.method} has no density of its own: give it in --options"]
-        merger = None
-        with errors.collected(problems):
-            merger = _merger(args)
-        errors.raise_problems(problems)
-        assert merger is not None
+        merger = errors.all_at_once(problems, lambda: _merger(args))
         combine: Any = partial(in_space, args.method, merger, weights, coef=args.coef, rank=args.rank, key=key)
         how: dict[str, Any] = {"merger": merger.name, "options": merger.settings(), "coef": args.coef}
     else:

@@ -61,8 +61,8 @@ def _merge(
 ) -> Iterator[str]:
     order = _order(args, found, out, part)
     yield from (f"note: {note}" for note in found.notes)
-    how: Any = {"dry_run": args.dry_run, "push": args.push_to_hub, "public": args.public, "hashing": hashing}
-    yield from on_disk.run([found.config], order, **how)
+    push, public = args.push_to_hub, args.public
+    yield from on_disk.run([found.config], order, dry_run=args.dry_run, push=push, public=public, hashing=hashing)
 
 
 def _order(args: FromRecipe, found: Recipe, out: Path, part: Part | None = None) -> on_disk.Order:

@@ -28,7 +28,7 @@ from ...recipes.problems import DTYPES
 from ..experts.inputs import facts_of
 from ..on_disk import bytes_of, expert_prints, fingerprints_of
 from ..provenance.card import card, licenses_of
-from ..provenance.finished import differences, hashes, other_inputs, texts
+from ..provenance.finished import differences, hashes, is_kept, other_inputs, texts
 from ..settings import Moe
 
 States: TypeAlias = Callable[[Sequence[str]], Tensor]  # (layers, width) of prompts
@@ -179,12 +179,7 @@ def make(args: Moe) -> Iterator[str]:
         **_settings(asked),
         "shard_size": bytes_of(args.shard_size),
     }
-    if args.out.exists() and not args.overwrite:
-        checkpoint.refuse_existing(args.out, overwrite=True)  # what --overwrite would not replace either
-        if others := _others(args.out, facts, models, args.threads):
-            raise ValueError(
-                f"{args.out} exists and holds something else ({others[0]}): choose another folder or pass --overwrite"
-            )
+    if is_kept(args.out, partial(_others, args.out, facts, models, args.threads), overwrite=args.overwrite):
         outcome.add("merged", {"folder": args.out, "kept": True})
         yield f"kept: {args.out}: already finished"
         return

@@ -21,7 +21,7 @@ from ...recipes.places import folder_name, placed_by_name
 from ..experts.inputs import model_names
 from ..on_disk import bytes_of, fingerprints_of
 from ..provenance.card import licenses_of, transplanted_card
-from ..provenance.finished import hashes, other_facts, other_files, other_reads, texts, verify
+from ..provenance.finished import hashes, is_kept, other_facts, other_files, other_reads, texts, verify
 from ..settings import TransplantTokenizer
 
 
@@ -33,12 +33,7 @@ def transplant(args: TransplantTokenizer) -> Iterator[str]:
     size = bytes_of(args.shard_size)
     asked = open_transplant(args.model, args.tokenizer_from, method=args.method, k=args.k)
     facts = _facts(args, asked) | {"shard_size": size}
-    if args.out.exists() and not args.overwrite:
-        checkpoint.refuse_existing(args.out, overwrite=True)  # what --overwrite would not replace either
-        if others := _others(args.out, facts, asked, args.threads):
-            raise ValueError(
-                f"{args.out} exists and holds something else ({others[0]}): choose another folder or pass --overwrite"
-            )
+    if is_kept(args.out, partial(_others, args.out, facts, asked, args.threads), overwrite=args.overwrite):
         outcome.add("kept", args.out)
         yield f"kept: {args.out}: already finished"
         return

@@ -165,8 +165,7 @@ def _chosen(asked: Transport, new: Suite, task: str, vector: Leaves) -> tuple[Pa
     """The moved expert with the best coefficient, and how it was found."""
 
     def moved(coef: float) -> Params:
-        params: Params = apply_vector(new.base, vector, coef=coef)
-        return params
+        return apply_vector(new.base, vector, coef=coef)
 
     if len(asked.coefs) == 1:
         return moved(asked.coefs[0]), {"coef": asked.coefs[0]}

@@ -28,6 +28,7 @@ from smat_fn.scripts.commands import merge as command
 from smat_fn.scripts.merge import in_memory
 from smat_fn.scripts.merge.experts import suite as scoring
 from smat_fn.scripts.merge.experts.inputs import Inputs
+from smat_fn.scripts.merge.provenance.searched import edges_of
 from smat_fn.scripts.merge.search.choosing import merge_one
 from smat_fn.scripts.merge.search.over import over_of, with_searched
 from smat_fn.scripts.recipes.load import fields_of, recipe_of
@@ -156,10 +157,11 @@ def test_numbers_at_an_edge_of_those_tried_are_said(inputs, suite):
         scorer = Scorer(suite.replace(score=lambda params, task, split: 50.0))
         return merge_one(Consensus(ratio=1.0), inputs, seed=0, scorer=scorer, over=over)
 
-    assert found({"ratio": (0.6, 0.2), "least": (2,)}).option_edges == {"ratio": "largest"}
-    assert found({"ratio": (0.4, 0.2, 0.6), "least": (1, 2)}).option_edges == {"least": "smallest"}
+    assert edges_of(found({"ratio": (0.6, 0.2), "least": (2,)}).tuned) == {"ratio": "largest"}
+    assert edges_of(found({"ratio": (0.4, 0.2, 0.6), "least": (1, 2)}).tuned) == {"least": "smallest"}
     scorer = Scorer(suite.replace(score=lambda params, task, split: 50.0))
-    assert merge_one(Wudi(), inputs, seed=0, scorer=scorer, over={"norms": (True, False)}).option_edges == {}
+    found = merge_one(Wudi(), inputs, seed=0, scorer=scorer, over={"norms": (True, False)})
+    assert edges_of(found.tuned) == {}
 
 
 def test_each_combination_is_the_search_at_these_options_in_two_stages_and_extended(inputs, suite):
@@ -280,7 +282,7 @@ def test_model_card_and_manifest_hold_every_score_and_the_recipe_the_choice(runs
         options = f"ratio {own.options['ratio']}, least {own.options['least']}"
         assert line.startswith(f"{options}: coef {own.coef:g} (")
         assert line.endswith(f", dev {own.score:.2f}")
-    edges = found.option_edges
+    edges = edges_of(found.tuned)
     chosen = ", ".join(f"{name} {value} ({edges[name]} of those tried)" for name, value in found.options.items())
     assert said[4].startswith(f"merged: {tmp_path / 'consensus'}, {chosen}, coef {found.coef:g} (")
     file = tmp_path / "consensus" / checkpoint.RECIPE
