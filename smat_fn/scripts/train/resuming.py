@@ -224,15 +224,11 @@ def differences(stored: Mapping[str, Any], now: Mapping[str, Any], *, besides: C
     if "train_rows" in now:
         now = {**now, "train_rows": {name: value for name, value in now["train_rows"].items() if name in rows}}
     old, new = (flat({name: settings.get(name) for name in now}) for settings in (stored, now))
-    for settings in (old, new):
-        settings.pop("train_rows.from", None)
-        for name in besides:
-            settings.pop(name, None)
-    missing = "left out"
+    paths, missing = dict.fromkeys((*old, *new)), "left out"
     return [
-        f"{name} was {old.get(name, missing)}, is {new.get(name, missing)}"
-        for name in dict.fromkeys((*old, *new))
-        if old.get(name, missing) != new.get(name, missing)
+        f"{path} was {old.get(path, missing)}, is {new.get(path, missing)}"
+        for path in paths
+        if path not in ("train_rows.from", *besides) and old.get(path, missing) != new.get(path, missing)
     ]
 
 

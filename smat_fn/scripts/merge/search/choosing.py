@@ -14,7 +14,6 @@ from torch import Tensor
 from .... import checkpoint, merge, tree
 from ....config import MergerConfig, Ties, settings
 from ....evaluate import Scorer
-from ....evaluate.scoring import Cost
 from ....folders.prepare import buffers_note
 from ....merge.around.select import Tuned, combinations
 from ....merge.parts.inputs import Leaves
@@ -315,8 +314,7 @@ def _by_layer(
 ) -> Merged:
     """The model of a search with coefficients by block; of sampled answers one decode counts."""
     assert made.coef is not None
-    before, merging = scorer.cost, models.seconds
-    seen: dict[str, dict[str, float]] = {}
+    spent, seen = _spending(models, scorer), dict[str, dict[str, float]]()
 
     def score(own: Mapping[str, float]) -> float:
         facts, name = models.facts(config, blocks=dict(own)), f"{config.name} by block"
@@ -328,10 +326,9 @@ def _by_layer(
     names = dict.fromkeys(models.vector(config), torch.empty(0))  # the vector itself may leave the GPU
     layers = merge.select_coefs(names, score, coefs, start=made.coef, sweeps=sweeps)
     params = models.home(models.by_block(config, layers.coefs))
-    cost = _cost(len(layers.curve) + 1, scorer, before, models.seconds - merging)
     assert made.tried is not None
-    dev = seen[str(layers.coefs)]
-    return made._replace(params=params, dev=dev, layers=layers, tried=total(made.tried, cost))
+    dev, tried = seen[str(layers.coefs)], total(made.tried, spent(len(layers.curve) + 1))
+    return made._replace(params=params, dev=dev, layers=layers, tried=tried)
 
 
 def _by_expert(
@@ -344,7 +341,7 @@ def _by_expert(
     seed: int,
 ) -> Merged:
     """The model of a search with other weights or densities of experts; of sampled answers one decode counts."""
-    before, merging, names = scorer.cost, models.seconds, list(models.inputs.experts)
+    spent, names = _spending(models, scorer), list(models.inputs.experts)
     seen: dict[str, dict[str, float]] = {}
     best: list[float] = []
 
@@ -361,9 +358,9 @@ def _by_expert(
     chosen = merge.select_numbers(config, names, score, over=over, trials=trials, seed=seed)
     params = models.home(models(merge.with_numbers(config, chosen.best)))
     dev = made.dev if chosen.best == chosen.curve[0][0] else seen[str(chosen.best)]
-    cost = _cost(len(chosen.curve) - 1, scorer, before, models.seconds - merging)
     assert made.tried is not None
-    return made._replace(params=params, dev=dev, trials=chosen, tried=total(made.tried, cost))
+    tried = total(made.tried, spent(len(chosen.curve) - 1))
+    return made._replace(params=params, dev=dev, trials=chosen, tried=tried)
 
 
 def _once(
@@ -374,10 +371,15 @@ def _once(
     return {task: models.attempt(partial(once, task, "dev")) for task in models.tasks}
 
 
-def _cost(candidates: int, scorer: Scorer, before: Cost, merging: float) -> Tried:
-    """The cost of a choice. Args: before: of the scorer at its begin; merging: seconds."""
-    scores, kept, seconds, saved = (now - then for now, then in zip(scorer.cost, before, strict=True))
-    return Tried(candidates, int(scores), int(kept), merging, seconds, saved)
+def _spending(models: Models, scorer: Scorer) -> Callable[[int], Tried]:
+    """The function that gives the cost of a choice which begins now, among so many candidates."""
+    before, merging = scorer.cost, models.seconds
+
+    def spent(candidates: int) -> Tried:
+        scores, kept, seconds, saved = (now - then for now, then in zip(scorer.cost, before, strict=True))
+        return Tried(candidates, int(scores), int(kept), models.seconds - merging, seconds, saved)
+
+    return spent
 
 
 def with_buffers(inputs: Inputs) -> tuple[dict[str, dict[str, Tensor]], str]:
@@ -444,7 +446,7 @@ def _search_over(
 
 def _search(config: MergerConfig, grid: Sequence[float], models: Models, scorer: Scorer, *, widen: bool) -> Searched:
     """The merger with the best coefficient of a grid; as it is, and scored, where the grid is empty."""
-    before, merging, dev, coefs = scorer.cost, models.seconds, _dev(models, scorer), list[float]()
+    spent, dev, coefs = _spending(models, scorer), _dev(models, scorer), list[float]()
 
     def once(coef: float) -> float:
         scorer.expect(0 if coef in grid else len(models.tasks))
@@ -454,8 +456,7 @@ def _search(config: MergerConfig, grid: Sequence[float], models: Models, scorer:
         coefs = [coef for coef, _ in merge.choose_coef(once, grid, widen=widen)[0].curve]
     candidates = [_with(config, coef=coef) for coef in coefs] or [config]
     found = rerank(candidates, dev, tasks=models.tasks, repeats=scorer.suite.repeats)
-    cost = _cost(len(candidates), scorer, before, models.seconds - merging)
-    return Searched(found, cost, merge.grid_edge(getattr(found.best, "coef", 0.0), coefs))
+    return Searched(found, spent(len(candidates)), merge.grid_edge(getattr(found.best, "coef", 0.0), coefs))
 
 
 def calibrate(config: MergerConfig, inputs: Inputs, scorer: Scorer, *, coef: float, seed: int) -> Calibration:
@@ -465,12 +466,12 @@ def calibrate(config: MergerConfig, inputs: Inputs, scorer: Scorer, *, coef: flo
     Sampled answers are decoded as in `merge_one`.
     """
     field, candidates = sparsities(config, coef)
-    models, before = Models(inputs, seed, _place(config, inputs, scorer)), scorer.cost
+    models = Models(inputs, seed, _place(config, inputs, scorer))
+    spent = _spending(models, scorer)
     scorer.expect(_count(len(candidates), models, scorer))
     found = rerank(candidates, _dev(models, scorer), tasks=models.tasks, repeats=scorer.suite.repeats)
-    cost = _cost(len(candidates), scorer, before, models.seconds)
     best = _with(config, **{field: getattr(found.best, field)})
-    return Calibration(best, field, coef, _curve(found.curve, field), cost)
+    return Calibration(best, field, coef, _curve(found.curve, field), spent(len(candidates)))
 
 
 def sparsities(config: MergerConfig, coef: float) -> tuple[str, list[MergerConfig]]:

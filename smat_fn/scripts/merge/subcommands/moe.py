@@ -34,19 +34,18 @@ from ..settings import Moe
 States: TypeAlias = Callable[[Sequence[str]], Tensor]  # (layers, width) of prompts
 
 FIELDS = "base_model", "experts", "gate_mode", "dtype", "experts_per_token", "architecture", "shared_experts", "seed"
-EXPERT = "source_model", "positive_prompts", "negative_prompts", "residual_scale", "noise_scale"
 RANDOM = "random", "uniform_random"
 MODES = "hidden", "hidden_avg", "hidden_last", "cheap_embed", *RANDOM
 
 
 class Expert(NamedTuple):
-    """A model whose MLPs are one expert of every layer."""
+    """A model whose MLPs are one expert of every layer; fields as in a file."""
 
-    source: str
-    positive: list[str]
-    negative: list[str]
-    residual_scale: float | None
-    noise_scale: float | None
+    source_model: str
+    positive_prompts: Sequence[str] | None = None
+    negative_prompts: Sequence[str] | None = None
+    residual_scale: float | None = None
+    noise_scale: float | None = None
 
 
 class Mixture(NamedTuple):
@@ -64,7 +63,7 @@ class Mixture(NamedTuple):
     @property
     def ungated(self) -> bool:
         """Whether the shared expert has no prompts that its gate could be made of."""
-        return self.shared and self.mode not in RANDOM and not self.experts[-1].positive
+        return self.shared and self.mode not in RANDOM and not self.experts[-1].positive_prompts
 
 
 def load(file: Path) -> Mixture:
@@ -75,19 +74,9 @@ def load(file: Path) -> Mixture:
     found = fields_of(file, "a mixture of experts")
     if problems := list(_problems(found)):
         raise ValueError(f"{file}: {'; '.join(problems)}")
-    experts = [
-        Expert(
-            own["source_model"],
-            list(own.get("positive_prompts") or ()),
-            list(own.get("negative_prompts") or ()),
-            own.get("residual_scale"),
-            own.get("noise_scale"),
-        )
-        for own in (*found["experts"], *(found.get("shared_experts") or ()))
-    ]
     return Mixture(
         found["base_model"],
-        experts,
+        [Expert(**own) for own in (*found["experts"], *(found.get("shared_experts") or ()))],
         shared=bool(found.get("shared_experts")),
         mode=found.get("gate_mode", "hidden"),
         dtype=found.get("dtype"),
@@ -144,7 +133,8 @@ def _expert_problems(label: str, own: Any, *, prompts: bool) -> Iterator[str]:
     if not isinstance(own, dict) or not isinstance(own.get("source_model"), str):
         yield f"{label} is {own!r}: must have source_model, a folder or a hub name"
         return
-    yield from (f"{label}.{name} is not a field: they are {', '.join(EXPERT)}" for name in own if name not in EXPERT)
+    names = Expert._fields
+    yield from (f"{label}.{name} is not a field: they are {', '.join(names)}" for name in own if name not in names)
     if "+" in own["source_model"]:
         yield f"{label}.source_model is {own['source_model']!r}: export the adapter first, merge.py export"
     for name in "residual_scale", "noise_scale":
@@ -166,7 +156,8 @@ def make(args: Moe) -> Iterator[str]:
     asked, places = load(args.file), folders_beside(args.file.parent)
     seed = (asked.seed or 0) if args.seed is None else args.seed
     paths = {
-        name: placed(own.source, places.get(f"expert {name!r}", ())) for name, own in _named(asked.experts).items()
+        name: placed(own.source_model, places.get(f"expert {name!r}", ()))
+        for name, own in _named(asked.experts).items()
     }
     base = placed(asked.base, places.get("base", ()))
     errors.raise_problems(unavailable({"base": base, **{f"expert {name!r}": path for name, path in paths.items()}}))
@@ -213,7 +204,7 @@ def make(args: Moe) -> Iterator[str]:
 
 def _settings(asked: Mixture) -> dict[str, Any]:
     """The settings of a file, as the manifest holds them."""
-    prompts = json.dumps([(own.positive, own.negative) for own in asked.experts])
+    prompts = json.dumps([(own.positive_prompts or [], own.negative_prompts or []) for own in asked.experts])
     noise = [own.noise_scale for own in asked.experts]
     found = {
         "gate_mode": asked.mode,
@@ -228,7 +219,7 @@ def _settings(asked: Mixture) -> dict[str, Any]:
 
 def _named(experts: Sequence[Expert]) -> dict[str, Expert]:
     """Experts by the name of their folder; of equal ones with their place."""
-    names = [folder_name(Path(own.source)) for own in experts]
+    names = [folder_name(Path(own.source_model)) for own in experts]
     own_names = [f"{name}-{i}" if names.count(name) > 1 else name for i, name in enumerate(names)]
     if len(set(own_names)) < len(names):  # folders a, b/a and a-0
         own_names = [f"{name}-{i}" for i, name in enumerate(own_names)]
@@ -266,13 +257,8 @@ def _texts(
         {}, **{**facts, "experts": expert_prints(facts["experts"], hashed)}, base_fingerprint=origin, dev={},
         dev_curve=[], rounding_ratio=None, notes=[said, *report.notes], **licenses_of(base, paths), **hashed,
     ) | {"fingerprint": merged}  # fmt: skip
-    experts = [
-        {"source_model": placed_by_name(Path(own.source)), "positive_prompts": own.positive,
-         "negative_prompts": own.negative, "residual_scale": own.residual_scale,
-         "noise_scale": own.noise_scale}
-        for own in asked.experts
-    ]  # fmt: skip
-    experts = [{name: value for name, value in own.items() if value not in (None, [])} for own in experts]
+    named = [own._replace(source_model=placed_by_name(Path(own.source_model))) for own in asked.experts]
+    experts = [{name: value for name, value in own._asdict().items() if value not in (None, [])} for own in named]
     recipe = {
         "base_model": placed_by_name(Path(asked.base)), "gate_mode": asked.mode, "dtype": asked.dtype,
         "experts_per_token": asked.per_token, "seed": seed,
@@ -293,7 +279,8 @@ def router_of(asked: Mixture, base: Path, models: Models, seed: int) -> Tensor:
     states = _states(asked.mode, base, models)
     with torch.no_grad():
         gated = asked.experts[:-1] if asked.ungated else asked.experts
-        found = [rows(states(own.positive), states(own.negative) if own.negative else None) for own in gated]
+        prompts = [(own.positive_prompts or (), own.negative_prompts) for own in gated]
+        found = [rows(states(positive), states(negative) if negative else None) for positive, negative in prompts]
     found += [torch.zeros_like(found[0])] if asked.ungated else []
     return torch.stack(found, dim=1)
 
