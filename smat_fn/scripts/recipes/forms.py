@@ -17,16 +17,21 @@ def number_of(found: Any) -> Any:
     return [number_of(value) for value in found] if isinstance(found, list) else found
 
 
-def plain(found: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+def plain(found: Mapping[str, Any], file: Path, notes: list[str]) -> dict[str, Any]:
     """A recipe whose models are strings, and the slices or models of its one module in their usual place.
 
     What has another form stays as it is. Appends to ``notes`` which revisions of folders are left out.
+
+    Raises: ValueError that names the file, for an alias that holds itself.
     """
     out = dict(found)
     modules = out.get("modules")
     if isinstance(modules, dict) and modules.keys() == {"default"} and _is_lifted(own := modules["default"], out):
         out = {name: value for name, value in out.items() if name != "modules"} | own
-    return {name: _plain(value, notes, name) for name, value in out.items()}
+    try:
+        return {name: _plain(value, notes, name) for name, value in out.items()}
+    except RecursionError:
+        raise ValueError(f"{file}: an alias (*name) is a part of what it stands for (&name): leave it out") from None
 
 
 def _is_lifted(own: Any, found: Mapping[str, Any]) -> bool:

@@ -81,10 +81,7 @@ def recipe_of(found: dict[str, Any], file: Path, *, into: str | None = None, par
     if foreign := foreign_file(found, file):
         raise ValueError(foreign)
     notes = list[str]()
-    try:
-        found = plain(found, notes)
-    except RecursionError:
-        raise ValueError(f"{file}: an alias (*name) is a part of what it stands for (&name): leave it out") from None
+    found = plain(found, file, notes)
     try:
         errors.raise_problems(list(recipe_problems(found)))
         recipe = resolve(found, inside=into is not None, partial=partial)

@@ -39,10 +39,7 @@ def steps_of(documents: Sequence[Mapping[str, Any]], file: Path, notes: list[str
     Raises: ValueError that lists names that are missing, given twice or not those of a folder, every bad field of every
         merge, models that do not exist, and merges that need each other.
     """
-    try:
-        recipes = [plain(found, notes) for found in documents]
-    except RecursionError:
-        raise ValueError(f"{file}: an alias (*name) is a part of what it stands for (&name): leave it out") from None
+    recipes = [plain(found, file, notes) for found in documents]
     given = [recipe.pop("name", None) for recipe in recipes]
     names = [str(name) for name in given if name is not None]
     left = [

@@ -36,8 +36,7 @@ class Given(NamedTuple):
     inputs: Inputs  # models as they are stored
     suite: Suite
     part: SuitePart | None  # what the suite trains of them; None: all
-    base: Leaves  # that part, on the suite's device
-    experts: Mapping[str, Leaves]
+    experts: Mapping[str, Leaves]  # that part, on the suite's device
 
 
 def adapt(asked: AdaMerging) -> Iterator[str]:
@@ -55,7 +54,7 @@ def adapt(asked: AdaMerging) -> Iterator[str]:
     batches = {task: _cut(suite, batches_of(suite, task, "dev", 1 << 62, key), asked.batch) for task in tasks}
     losses = {task: suite.loss_fn(task) for task in tasks}
     settings = {"layer_wise": asked.layer_wise, "steps": asked.steps, "lr": asked.lr, "start": asked.start}
-    found = adamerging(losses, given.base, given.experts, batches, key, **settings)  # type: ignore[arg-type]
+    found = adamerging(losses, suite.base, given.experts, batches, key, **settings)  # type: ignore[arg-type]
     settings["batch"] = asked.batch
     facts = {"coefs": found.coefs, "entropy": [found.entropy[0], found.entropy[-1]]}
     beside = {task: own.get("*", asked.start) for task, own in found.coefs.items()}
@@ -78,7 +77,7 @@ def regress(asked: RegMeanPlus) -> Iterator[str]:
     batches = {task: batches_of(suite, task, asked.split, asked.rows, random.fold_in(key, task)) for task in tasks}
     losses = {task: suite.loss_fn(task) for task in tasks}
     rows = {task: without_padding(suite, task, own) for task, own in batches.items()}
-    params = reg_mean_plus(losses, given.base, given.experts, rows, scale=asked.scale)
+    params = reg_mean_plus(losses, suite.base, given.experts, rows, scale=asked.scale)
     settings = {"scale": asked.scale, "rows": asked.rows, "split": asked.split}
     yield from _write(asked, given, params, settings, batches, {}, "the mean of their changes", aggregate="mean")
 
@@ -112,7 +111,7 @@ def _begin(asked: ByData, merger: str, least: Mapping[str, int]) -> Given:
         name: {path: leaf.to(at) for path, leaf in (own if part is None else part.of(own)).items()}
         for name, own in inputs.experts.items()
     }
-    return Given(folder, place, inputs, suite, part, suite.base, here)
+    return Given(folder, place, inputs, suite, part, here)
 
 
 def _check_suite(merger: str, name: str) -> None:
