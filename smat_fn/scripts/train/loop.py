@@ -193,18 +193,13 @@ def _result(state: Any, *, suite: Suite, training: Training) -> Params:
     Before the first step that counts in the average, these are the last ones too, and not those that training began at.
     """
     params = state.params
-    if training.average is not None and _averages(training, state.step):
-        params = tree.tree_map(lambda mean, leaf: mean.to(leaf.dtype), state.opt_state.average, params)
+    if training.average is not None:
+        weight = optim.averaging(training.average, training.length)
+        if any(weight(step) for step in reversed(range(state.step))):
+            params = tree.tree_map(lambda mean, leaf: mean.to(leaf.dtype), state.opt_state.average, params)
     if training.lora is not None:
         return params
     return tree.tree_map(lambda leaf, origin: leaf.to(origin.dtype), params, suite.base)
-
-
-def _averages(training: Training, done: int) -> bool:
-    """Whether one of so many steps counts in the average."""
-    assert training.average is not None
-    weight = optim.averaging(training.average, training.length)
-    return any(weight(step) for step in reversed(range(done)))
 
 
 def _save(saver: Saver, state: Any, log: Log | None, curve: DevCurve | None) -> None:

@@ -50,7 +50,7 @@ def suite_and_part(
     other = options.get("name", implied.get("name")) != implied.get("name")
     asked = {"seed": 0, **({} if other else implied)} if implied or "name" in options else None
     first = with_tasks_of(recipes.values()) or asked
-    problems = _suite_problems(recipes, first, options, searched=preset)
+    problems = _suite_problems(recipes, first, options, preset=preset)
     errors.raise_problems(problems)
     assert first is not None
     asked = {**first, **own_dtype({**first, **options}.get("name"), inputs.base), **options}
@@ -106,7 +106,7 @@ def _suite_problems(
     first: Mapping[str, Any] | None,
     options: Mapping[str, Any],
     *,
-    searched: bool,
+    preset: bool,
 ) -> list[str]:
     """Errors for experts of no suite, and of another than the first."""
     problems = [f"expert {task!r} names no suite" for task, r in recipes.items() if not r]
@@ -117,8 +117,8 @@ def _suite_problems(
         if r and first and (differ := unlike({**first, **options}, {**r, **options}, task))
     ]
     if first is None and not recipes:
-        preset = "--preset lm, text or images with --data DATA, and name each expert after its task, TASK=FOLDER"
-        problems.append(f"no expert names a suite: pass {preset if searched else OF_OTHERS}")
+        own = "--preset lm, text or images with --data DATA, and name each expert after its task, TASK=FOLDER"
+        problems.append(f"no expert names a suite: pass {own if preset else OF_OTHERS}")
     return problems
 
 
