@@ -27,7 +27,8 @@ from .experts.suite import made_problems, of_base, scoring_suite
 from .provenance.card import CARD, card, licenses_of
 from .provenance.finished import differences, is_merged, other_order, verify
 from .provenance.searched import alike, chosen_text, facts_of_options, facts_of_trials, numbers_text, text_of, trials_of
-from .search.choosing import Merged, about, fingerprints, is_open, merge_one, sparsities, total, with_buffers
+from .search.candidates import about, fingerprints, with_buffers
+from .search.choosing import Merged, is_open, merge_one, sparsities, total
 from .search.over import Over, combined, value_problems
 from .search.snapshots import choose_snapshot
 

@@ -16,8 +16,9 @@ from smat_fn.merge.parts import chunks
 from smat_fn.scripts.merge.experts import suite as scoring
 from smat_fn.scripts.merge.experts.inputs import Inputs, load_inputs
 from smat_fn.scripts.merge.in_memory import Request, merge_run
-from smat_fn.scripts.merge.search import choosing
-from smat_fn.scripts.merge.search.choosing import Models, Tried, calibrate, merge_one, total
+from smat_fn.scripts.merge.search import candidates, choosing
+from smat_fn.scripts.merge.search.candidates import Models
+from smat_fn.scripts.merge.search.choosing import Tried, calibrate, merge_one, total
 from smat_fn.scripts.run_folder import find_inputs
 
 TIES = Ties(keep=0.5, aggregate="sum", scope="global")
@@ -62,7 +63,7 @@ def test_an_average_in_memory_has_the_counts_of_base_where_the_experts_differ(in
         tree |= {"steps": torch.tensor(count), "same": torch.tensor(9)}
     merged = merge_one(WeightAverage(), inputs, seed=0).params
     assert (merged["steps"], merged["same"]) == (3, 9)
-    assert choosing.with_buffers(inputs)[1].startswith("parameter 'steps', not floating-point, differs among the")
+    assert candidates.with_buffers(inputs)[1].startswith("parameter 'steps', not floating-point, differs among the")
     inputs.experts["mirror"]["steps"] = torch.tensor(6.0)
     with pytest.raises(ValueError, match="parameter 'steps' is float32"):
         merge_one(WeightAverage(), inputs, seed=0)
@@ -76,34 +77,34 @@ class OnCuda(torch.Tensor):
 
 def test_a_search_merges_on_the_gpu_that_scores_where_bits_are_the_same_and_memory_is_enough(inputs, monkeypatch):
     free = {"cuda": 0}
-    monkeypatch.setattr(choosing, "_free", lambda device: free[device.type])
+    monkeypatch.setattr(candidates, "_free", lambda device: free[device.type])
     on = {name: {"w": torch.empty(2, device=name)} for name in ("cpu", "meta")}
     on["cuda"] = {"w": torch.empty(2).as_subclass(OnCuda)}
     scorers = {name: SimpleNamespace(suite=SimpleNamespace(base=base)) for name, base in on.items()}
     scorers["both"] = SimpleNamespace(suite=SimpleNamespace(base={"a": on["cuda"]["w"], "b": on["cpu"]["w"]}))
-    assert choosing._place(TIES, inputs, scorers["cuda"]) is None
+    assert candidates.gpu_for(TIES, inputs, scorers["cuda"]) is None
     # base and two experts, two vectors in float32, two models, and as much again
     free["cuda"] = 2 * (3 * (1500 * 4 + 7 * 2) + 2 * 1507 * 4 + 2 * (1500 * 4 + 7 * 2)) + 1
-    assert choosing._place(TIES, inputs, scorers["cuda"]) == torch.device("cuda", 0)
-    assert choosing._place(TsvMerge(), inputs, scorers["cuda"]) is None
+    assert candidates.gpu_for(TIES, inputs, scorers["cuda"]) == torch.device("cuda", 0)
+    assert candidates.gpu_for(TsvMerge(), inputs, scorers["cuda"]) is None
     others = scorers["cpu"], scorers["meta"], scorers["both"], None  # meta for all devices that are not CUDA's
-    assert [choosing._place(TIES, inputs, one) for one in others] == [None] * 4
+    assert [candidates.gpu_for(TIES, inputs, one) for one in others] == [None] * 4
     inputs.experts["mirror"]["b"] = inputs.experts["mirror"]["b"].float()  # as those of adapters
-    assert choosing._place(TIES, inputs, scorers["cuda"]) is None
+    assert candidates.gpu_for(TIES, inputs, scorers["cuda"]) is None
 
 
 def test_memory_that_torch_holds_without_use_is_free_and_none_where_cuda_does_not_say(monkeypatch):
     found = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: found.append("freed"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: found.append(device.index) or (5, 9))
-    assert choosing._free(torch.device("cuda", 1)) == 5
+    assert candidates._free(torch.device("cuda", 1)) == 5
     assert found == ["freed", 1]
 
     def fails(device):
         raise RuntimeError("not supported")
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", fails)
-    assert choosing._free(torch.device("cuda", 1)) == 0
+    assert candidates._free(torch.device("cuda", 1)) == 0
 
 
 @pytest.mark.parametrize("where", ["_moved", "vector_by", "apply_blocks", "scored"])
@@ -132,11 +133,11 @@ def test_a_search_without_enough_memory_on_the_gpu_goes_on_on_the_cpu(inputs, su
     scorer = Scorer(suite.replace(score=score))
     plain = merge_one(TIES, inputs, seed=0, scorer=scorer, sweeps=1)
     assert (places, freed) == ([], [])
-    monkeypatch.setattr(choosing, "_place", lambda *_: torch.device("cpu"))
+    monkeypatch.setattr(choosing, "gpu_for", lambda *_: torch.device("cpu"))
     merge_one(TIES, inputs, seed=0, scorer=Scorer(suite.replace(score=score)), sweeps=1)
     assert (len(places), len(freed)) == (1, 1)  # when the merged model has come home
     if where != "scored":
-        once_out_of_memory(merge if where in ("vector_by", "apply_blocks") else choosing, where)
+        once_out_of_memory(merge if where in ("vector_by", "apply_blocks") else candidates, where)
     failing["on"] = True
     found = merge_one(TIES, inputs, seed=0, scorer=Scorer(suite.replace(score=score)), sweeps=1)
     assert (failing, len(places)) == ({}, 2)
@@ -146,7 +147,7 @@ def test_a_search_without_enough_memory_on_the_gpu_goes_on_on_the_cpu(inputs, su
 
 def test_the_seconds_of_merging_on_a_gpu_end_when_it_is_done(inputs, monkeypatch):
     waited = []
-    monkeypatch.setattr(choosing, "_moved", lambda leaves, device: dict(leaves))
+    monkeypatch.setattr(candidates, "_moved", lambda leaves, device: dict(leaves))
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     Models(inputs, 0, torch.device("cuda", 0))(TaskArithmetic(0.2))
     assert waited == [torch.device("cuda", 0)]
@@ -365,11 +366,11 @@ def test_a_candidate_with_a_score_that_is_no_number_is_named(suite, inputs):
 
 def test_fingerprints_of_inputs_are_of_the_weights_and_in_order(runs):
     loaded = load_inputs(runs["ft"] / "base", [runs["ft"] / task for task in TWO])
-    told = choosing.about(loaded)
+    told = candidates.about(loaded)
     assert [name for name, _ in told["experts"]] == list(TWO)
     assert told["experts"][0][1] == loaded.manifests[TWO[0]]["fingerprint"]
     moved = loaded._replace(base={path: leaf + 1 for path, leaf in loaded.base.items()})
-    assert choosing.about(moved)["base"] != told["base"]
+    assert candidates.about(moved)["base"] != told["base"]
 
 
 def test_experts_of_a_search_are_hashed_once(tmp_path, monkeypatch):
@@ -380,7 +381,7 @@ def test_experts_of_a_search_are_hashed_once(tmp_path, monkeypatch):
     hashed, true = [], checkpoint.fingerprint
     monkeypatch.setattr(checkpoint, "fingerprint", lambda tree: hashed.append(tree) or true(tree))
     loaded = load_inputs(tmp_path / "base", [tmp_path / "a"])
-    assert choosing.about(loaded)["experts"] == [["a", true(expert)]]
+    assert candidates.about(loaded)["experts"] == [["a", true(expert)]]
     assert sum(bool(tree["w"].any()) for tree in hashed) == 1
 
 
