@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -152,3 +153,11 @@ def size_text(count: int) -> str:
     """A number of bytes in its unit: "5.0 GB", "812 bytes"."""
     unit = next((unit for unit, size in UNITS.items() if count >= size), None)
     return f"{count} bytes" if unit is None else f"{count / UNITS[unit]:.1f} {unit}"
+
+
+def bytes_of(size: str) -> int:
+    """ "5GB", "200MB", "4kB" or a number of bytes. Raises: ValueError for anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]B)?", size.strip().upper().replace("K", "k"))
+    if not found:
+        raise ValueError(f"shard_size is {size!r}: write 5GB, 200MB or a number of bytes")
+    return int(float(found[1]) * UNITS.get(found[2] or "", 1))

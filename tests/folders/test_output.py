@@ -447,3 +447,14 @@ def test_options_left_out_have_the_defaults_of_the_function(inputs, folders, tmp
         merge_folders(config, *inputs, tmp_path / out)
     short, full = (digests(tmp_path / out)["model.safetensors"] for out in ("short", "full"))
     assert short == full
+
+
+@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("4kb", 4000), ("1.5 MB", 1500000), ("123", 123)])
+def test_sizes(text, size):
+    assert files.bytes_of(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "5GiB", "-1", "GB"])
+def test_sizes_that_are_none(text):
+    with pytest.raises(ValueError, match="write 5GB, 200MB or a number of bytes"):
+        files.bytes_of(text)

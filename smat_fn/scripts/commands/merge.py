@@ -480,6 +480,7 @@ def in_memory(
 def on_disk(args: Merge, preset: Preset, configs: list[MergerConfig], base: Path, experts: list[Path]) -> Iterable[str]:
     """Merge folders chunk by chunk, with --score after a search, or plan it by --dry-run; yields printed lines."""
     from smat_fn.folders import chunk_of
+    from smat_fn.folders.files import bytes_of
     from smat_fn.scripts.merge import on_disk
     from smat_fn.scripts.recipes.templates import NOTES, TEMPLATES
 
@@ -507,7 +508,7 @@ def on_disk(args: Merge, preset: Preset, configs: list[MergerConfig], base: Path
         semantics=args.choice.semantics,
         overwrite=args.output.overwrite,
         out_dtype=args.output.out_dtype,
-        shard_size=on_disk.bytes_of(args.output.shard_size),
+        shard_size=bytes_of(args.output.shard_size),
         chunk=None if args.machine.memory_mib is None else chunk_of(args.machine.memory_mib << 20),
         device=args.machine.device,
         workers=args.machine.threads,

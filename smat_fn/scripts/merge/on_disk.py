@@ -1,17 +1,12 @@
 """Merge on disk: folders of any size, without holding a model in memory."""
 
-import hashlib
-import json
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Unpack
 
 import torch
-from torch import Tensor
 
 from ... import checkpoint, errors
 from ...config import MergerConfig, Semantics, settings
@@ -28,24 +23,25 @@ from ...folders import (
     part_of,
     plan,
 )
-from ...folders.files import UNITS, Hashing, shared, size_text
+from ...folders.files import Hashing, shared, size_text
 from ...folders.inputs import hub
 from ...folders.inputs.adapters import is_adapter
 from ...folders.inputs.opening import open_input
-from ...folders.inputs.side_files import TOKENIZER, template_text
+from ...folders.inputs.side_files import template_text
 from ...folders.inputs.stacks import stack_parts
-from ...folders.multi_task import is_several, open_several, prepared
+from ...folders.multi_task import open_several, prepared
 from ...folders.writing import exclusive, tidy
 from ...merge import lines_rules
 from ...merge.parts.masked import of_all_tasks
 from .. import outcome
-from ..manifests import manifest_of, other_weights, rewritten_meanwhile
+from ..manifests import manifest_of, rewritten_meanwhile
 from ..recipes.own import BESIDE, OWN, written
 from ..recipes.places import placed_by_name
 from .experts.given import by_name
 from .experts.inputs import depth_problems, facts_of, mask_key
 from .experts.origin import base_problems, name_problems
 from .provenance.card import card, licenses_of, rounding
+from .provenance.fingerprints import expert_prints, fingerprints_of
 from .provenance.finished import differences, hashes, is_merged, other_inputs, seconds_to_hash, texts
 
 DONE = "already finished: its files and inputs match its model card"
@@ -191,14 +187,6 @@ def pushed(repository: str | None, *, public: bool, count: int) -> Callable[[Pat
         yield f"pushed: {hub.push(folder, repository, private=not public, without=[checkpoint.SOURCES])}"
 
     return push
-
-
-def bytes_of(size: str) -> int:
-    """ "5GB", "200MB", "4kB" or a number of bytes. Raises: ValueError for anything else."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]B)?", size.strip().upper().replace("K", "k"))
-    if not found:
-        raise ValueError(f"shard_size is {size!r}: write 5GB, 200MB or a number of bytes")
-    return int(float(found[1]) * UNITS.get(found[2] or "", 1))
 
 
 def chosen_part(text: str | None, *, dry_run: bool, push: str | None) -> Part | None:
@@ -355,30 +343,6 @@ def _texts(
     return texts(manifest, card, report.inputs | _whose(order)) | {checkpoint.RECIPE: _recipe(config, order)}
 
 
-def expert_prints(experts: Mapping[str, str | None], hashed: Mapping[str, Any]) -> dict[str, str]:
-    """Fingerprints of experts: of those that other tools made, the hash of the hashes of their files of weights."""
-
-    def print_of(files: Mapping[str, str]) -> str:
-        others = *checkpoint.STATISTICS.values(), *TOKENIZER
-        weights = {file: own for file, own in files.items() if not any(map(Path(file).match, others))}
-        return hashlib.sha256(json.dumps(weights, sort_keys=True).encode()).hexdigest()
-
-    return {name: known or print_of(hashed["inputs"][f"expert {name!r}"]) for name, known in experts.items()}
-
-
-def fingerprints_of(base: Path, merged: Path, known: str | None = None) -> tuple[str, str]:
-    """The fingerprints of a base, unless it is known, and of what was merged with it, computed at the same time.
-
-    Raises: ValueError for a base of other weights than its manifest names.
-    """
-    with ThreadPoolExecutor(1) as pool:  # hashlib releases the GIL
-        origin = pool.submit(lambda: known or checkpoint.fingerprint(leaves_of(base)))
-        made = checkpoint.fingerprint(leaves_of(merged))
-    if manifest_of(base).get("fingerprint", origin.result()) != origin.result():
-        raise ValueError(other_weights(base))
-    return origin.result(), made
-
-
 def _by_name(value: Any) -> Any:
     """The folder of an option by its name, anything else as it is."""
     if not isinstance(value, str):
@@ -405,10 +369,3 @@ def _recipe(config: MergerConfig, order: Order) -> str:
     rest = {name: made[name] for name in OWN if name in made}
     coef = dict(order.coefs) if made["hyperparameters"].get("coefs") else None
     return written(config, order.base, order.experts, coef, {"seed": order.seed, **rest})
-
-
-def leaves_of(folder: Path) -> dict[str, Tensor]:
-    """The leaves of a checkpoint, or the tensors of a folder of several tasks, mapped: no memory is taken."""
-    if is_several(folder):
-        return open_several(folder).tensors()
-    return open_input(str(folder), folder).tensors()

@@ -40,7 +40,7 @@ from smat_fn.scripts.merge.experts.given import model_names, named, weight_of
 from smat_fn.scripts.merge.experts.inputs import load_inputs
 from smat_fn.scripts.merge.in_memory import Request, merge_run
 from smat_fn.scripts.merge.on_disk import plan_text
-from smat_fn.scripts.merge.provenance import finished
+from smat_fn.scripts.merge.provenance import fingerprints, finished
 from smat_fn.scripts.merge.search.choosing import merge_one
 from smat_fn.scripts.merge.subcommands import exporting
 from smat_fn.scripts.merge.subcommands.exporting import export
@@ -341,8 +341,8 @@ def test_mergers_of_a_call_hash_an_input_once_unless_it_changes(copied, tmp_path
     weights = [folder / "model.safetensors" for folder in (copied[0], *copied[1])]
     read, digest = [], Hashing._digest
     monkeypatch.setattr(Hashing, "_digest", lambda own, file: read.append(file) or digest(own, file))
-    named, leaves_of = [], on_disk.leaves_of
-    monkeypatch.setattr(on_disk, "leaves_of", lambda folder: named.append(folder) or leaves_of(folder))
+    named, leaves_of = [], fingerprints.leaves_of
+    monkeypatch.setattr(fingerprints, "leaves_of", lambda folder: named.append(folder) or leaves_of(folder))
     order = on_disk.order(*copied, out=tmp_path / "out", seed=0)
     run = on_disk.stream_run([TA, WeightAverage(), MagMax(coef=0.4)], order)
     next(run), next(run)
@@ -504,12 +504,12 @@ def test_experts_of_others_have_a_fingerprint_of_their_files(copied, tmp_path):
 
 def test_the_fingerprint_of_anothers_expert_is_of_its_weights_alone():
     inputs = {"expert 'a'": {"model.safetensors": "1", "config.json": "2"}}
-    (own,) = on_disk.expert_prints({"a": None}, {"inputs": inputs}).values()
+    (own,) = fingerprints.expert_prints({"a": None}, {"inputs": inputs}).values()
     for kind in checkpoint.STATISTICS.values():
         more = {"expert 'a'": {**inputs["expert 'a'"], f"a/{kind}": "3"}}
-        assert on_disk.expert_prints({"a": None}, {"inputs": more}) == {"a": own}
+        assert fingerprints.expert_prints({"a": None}, {"inputs": more}) == {"a": own}
     other = {"expert 'a'": {**inputs["expert 'a'"], "model.safetensors": "3"}}
-    assert on_disk.expert_prints({"a": None}, {"inputs": other}) != {"a": own}
+    assert fingerprints.expert_prints({"a": None}, {"inputs": other}) != {"a": own}
 
 
 def test_a_plan_has_the_checks_and_writes_nothing(inputs, tmp_path):
@@ -689,14 +689,3 @@ def test_experts_of_parts_of_different_models_are_refused(copied, tmp_path):
     told = f"{experts[1]} was trained beside other frozen weights than {experts[0]}: merge experts of one model"
     with pytest.raises(ValueError, match=told):
         on_disk.order(base, experts, out=tmp_path / "out", seed=0)
-
-
-@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("4kb", 4000), ("1.5 MB", 1500000), ("123", 123)])
-def test_sizes(text, size):
-    assert on_disk.bytes_of(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "5GiB", "-1", "GB"])
-def test_sizes_that_are_none(text):
-    with pytest.raises(ValueError, match="write 5GB, 200MB or a number of bytes"):
-        on_disk.bytes_of(text)

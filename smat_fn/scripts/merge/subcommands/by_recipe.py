@@ -6,7 +6,7 @@ from typing import Any
 
 from .... import errors
 from ....folders import Part, chunk_of
-from ....folders.files import Hashing
+from ....folders.files import Hashing, bytes_of
 from ...recipes import load
 from ...recipes.own import Recipe
 from ...recipes.several import placed, steps_of
@@ -70,7 +70,7 @@ def _order(args: FromRecipe, found: Recipe, out: Path, part: Part | None = None)
     seed = given.pop("seed", 0)
     seed = seed if args.seed is None else args.seed
     if args.shard_size is not None:
-        given["shard_size"] = on_disk.bytes_of(args.shard_size)
+        given["shard_size"] = bytes_of(args.shard_size)
     given |= {
         name: value
         for name in ("vocabulary", "config_from", "heads", "into", "device")

@@ -10,7 +10,7 @@ import torch
 from .... import checkpoint, errors
 from ....config import WeightAverage
 from ....folders import Options, Report, local_folder, merge_folders, open_folder
-from ....folders.files import size_text
+from ....folders.files import bytes_of, size_text
 from ....folders.multi_task import is_several, open_several
 from ....folders.run import export_task
 from ... import outcome
@@ -18,8 +18,8 @@ from ...manifests import manifest_of
 from ...recipes.places import folder_name
 from ..experts.given import model_names
 from ..experts.origin import key_of_base, origin_of
-from ..on_disk import bytes_of, leaves_of
 from ..provenance.card import exported_card, licenses_of, rounding
+from ..provenance.fingerprints import leaves_of
 from ..provenance.finished import hashes, texts
 from ..settings import Export
 

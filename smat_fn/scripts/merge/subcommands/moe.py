@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .... import checkpoint, errors, random
 from ....folders import Report, chunk_of, local_folder
-from ....folders.files import Hashing, size_text
+from ....folders.files import Hashing, bytes_of, size_text
 from ....folders.inputs.hub import unavailable
 from ....folders.mixtures import Models, beside, merge_mixture, open_models
 from ....folders.prepare import out_dtypes
@@ -26,8 +26,8 @@ from ...recipes.load import fields_of
 from ...recipes.places import folder_name, folders_beside, placed, placed_by_name
 from ...recipes.problems import DTYPES
 from ..experts.inputs import facts_of
-from ..on_disk import bytes_of, expert_prints, fingerprints_of
 from ..provenance.card import card, licenses_of
+from ..provenance.fingerprints import expert_prints, fingerprints_of
 from ..provenance.finished import differences, hashes, is_kept, other_inputs, texts
 from ..settings import Moe
 

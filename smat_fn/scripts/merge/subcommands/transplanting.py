@@ -7,7 +7,7 @@ from typing import Any
 
 from .... import checkpoint, errors
 from ....folders import Report
-from ....folders.files import Hashing, size_text
+from ....folders.files import Hashing, bytes_of, size_text
 from ....folders.transplant import (
     Transplant,
     files_beside,
@@ -19,8 +19,8 @@ from ....folders.transplant import (
 from ... import outcome
 from ...recipes.places import folder_name, placed_by_name
 from ..experts.inputs import model_names
-from ..on_disk import bytes_of, fingerprints_of
 from ..provenance.card import licenses_of, transplanted_card
+from ..provenance.fingerprints import fingerprints_of
 from ..provenance.finished import hashes, is_kept, other_facts, other_files, other_reads, texts, verify
 from ..settings import TransplantTokenizer
 
