@@ -1,7 +1,7 @@
 """One backward pass against two on pretrained backbones.
 
-The protocols are backbones.md, vit_blocks.md, text.md, smollm2_text.md, smollm2_text_passes.md, smollm2_text_seeds.md
-and smollm2_trace.md of docs/protocols.
+The protocols are backbones.md, vit_blocks.md, text.md, smollm2_text.md, smollm2_text_passes.md,
+smollm2_text_strengths.md and smollm2_trace.md of docs/protocols.
 
 ``python -m benchmarks backbones FOLDER`` makes the models. ``--dry-run`` takes a few steps of every method on the
 device at hand and prints the minutes of each part; ``--tasks``, ``--rows`` and ``--steps`` make a trial run on a seed
@@ -43,6 +43,7 @@ class Backbone(NamedTuple):
     coefs: tuple[float, ...] = ()  # where the search on dev starts; none: the grid of each merger
     candidates: Literal[5, 3, 1] = 5  # of each method
     alpha_min: float = 0.25  # of SMAT with three candidates
+    strengths: bool = False  # candidates differ in alpha_min or rho, not in the learning rate
     tuned_on: Options = ()  # options of the suite in tuning
     others: bool = False  # evaluation scores every merger that needs no data
     mergers: tuple[str, ...] = ()  # some of the names; none: all
@@ -149,13 +150,10 @@ BACKBONES = {
         without=("MSAM",),
     ),
 }
-BACKBONES["smollm2_text_seeds"] = BACKBONES["smollm2_text"]._replace(
-    tuning=(),
-    evaluation=(284, 285, 286, 287, 288),
-    candidates=1,
-    without=("SMAT climbing", "MSAM", "ASAM", "ASAM, half the steps"),
+BACKBONES["smollm2_text_strengths"] = BACKBONES["smollm2_text"]._replace(
+    evaluation=(284, 285, 286, 287, 288), strengths=True
 )
-Name = Literal["vit", "vit_blocks", "text", "smollm2_text", "smollm2_text_seeds", "smollm2_trace"]
+Name = Literal["vit", "vit_blocks", "text", "smollm2_text", "smollm2_text_strengths", "smollm2_trace"]
 
 
 def study(name: Name, model: str, data: str, options: Mapping[str, Any]) -> Widening:
@@ -165,7 +163,8 @@ def study(name: Name, model: str, data: str, options: Mapping[str, Any]) -> Wide
     eight = (*PRESETS[own.preset].mergers.values(), TsvMerge(), IsoC(), Wudi())
     mergers = tuple(merger for merger in eight if merger.name in (own.mergers or {one.name for one in eight}))
     names = {merger.name for merger in mergers}
-    grids = _crosses(own) if own.candidates == 5 else _rates(own)
+    made = _strengths if own.strengths else _crosses if own.candidates == 5 else _rates
+    grids = {label: grid for label, grid in made(own).items() if label not in own.without}
     protocol = Protocol(
         name=f"{name}_onepass",
         preset=own.preset,
@@ -217,7 +216,19 @@ def _rates(own: Backbone) -> dict[str, Grid]:
     return {
         label: Grid(method, training, Axis("lr", rates), Axis("steps", (training.steps,)))
         for label, (method, training) in methods.items()
-        if label not in own.without
+    }
+
+
+def _strengths(own: Backbone) -> dict[str, Grid]:
+    """One learning rate, at which every method has three values of its own hyperparameter; FT three finer rates."""
+    ft, smat, asam = (PRESETS[own.preset].methods[method] for method in ("ft", "smat", "asam"))
+    rate, steps = Axis("lr", (own.lr,)), Axis("steps", (own.training.steps,))
+    least, rho = Axis("alpha_min", (0.25, 0.5, 1.0), most=1.0), Axis("rho", (0.125, 0.25, 0.5))
+    return {
+        "FT": Grid(ft, own.training, Axis("lr", (0.7 * own.lr, own.lr, 1.4 * own.lr)), steps),
+        "SMAT": Grid(replaced(smat, sigma=own.sigma), own.training, rate, least),
+        "MSAM": Grid(Msam(), own.training, rate, rho),
+        "ASAM": Grid(asam, own.training, rate, Axis("rho", _about(0.5))),
     }
 
 

@@ -108,7 +108,8 @@ def test_every_method_of_a_study_has_as_many_candidates_and_no_seed_of_another()
         assert {len(candidates) for candidates in study.protocol.grids.values()} in ({9}, {5}, {3}, {1})
         own = {*study.protocol.tuning, *study.protocol.evaluation}
         assert len(own) == len(study.protocol.tuning) + len(study.protocol.evaluation)
-        assert not own & seen
+        again = {*every["smollm2_text"].protocol.tuning} if study is every["smollm2_text_strengths"] else set()
+        assert own & seen == again  # tuned further on the seed where its learning rate was chosen
         seen |= own
 
 
@@ -144,6 +145,21 @@ def test_a_backbone_may_have_fewer_candidates_and_mergers():
     assert [own[0].training.steps for own in found.grids.values()] == [125] * 5 + [62]
     assert [merger.name for merger in found.mergers] == ["wa", "ta", "ties", "tsv_merge", "wudi"]
     assert found.others == ()
+
+
+def test_strengths_are_tuned_at_one_learning_rate_but_ft_whose_rates_are_finer():
+    found = {
+        label: grid for label, grid in studies.study("smollm2_text_strengths", "/model", "/data", {}).grids.items()
+    }
+    tried = {label: [(one.training.lr, one.method) for one in grid.candidates()] for label, grid in found.items()}
+    assert [lr for lr, _ in tried.pop("FT")] == pytest.approx([7e-4, 1e-3, 1.4e-3])
+    assert {lr for own in tried.values() for lr, _ in own} == {1e-3}
+    assert [method.alpha_min for _, method in tried["SMAT"]] == [0.25, 0.5, 1.0]
+    assert [method.rho for _, method in (*tried["MSAM"], *tried["ASAM"])] == [0.125, 0.25, 0.5, 0.25, 0.5, 1.0]
+    largest = found["SMAT"].candidates()[-1]
+    assert found["SMAT"].widened(largest) == found["SMAT"]  # no alpha_min above 1
+    wider = found["MSAM"].widened(found["MSAM"].candidates()[0])
+    assert [one.method.rho for one in wider.candidates()] == [0.0625, 0.125, 0.25, 0.5]
 
 
 def test_without_seeds_of_tuning_the_one_candidate_of_each_method_is_evaluated(tmp_path, monkeypatch):
