@@ -996,6 +996,13 @@ MUTANTS = [
         ("            finally:\n                self._shard()", "            finally:\n                pass"),
         ("renew(self._sharded)", "pass"),
     ),
+    *_of("scripts/train/loop.py:_expert", ("whole(_result(", "(_result(")),
+    *_of("scripts/train/loop.py:_moments", ("whole(optim.second_moments(", "(optim.second_moments(")),
+    *_of("scripts/train/dev_curve.py:DevCurve", ("world.led(lambda: self._measure(params))", "self._measure(params)")),
+    *_of(
+        "scripts/train/training.py:Kept",
+        ("self._world.led(lambda: self._snapshot(step, now))", "self._snapshot(step, now)"),
+    ),
     *_of("parallel/shards.py:base_shards", ("settle(module)", "reshard(module)")),
     *_of("parallel/shards.py:total_of", ("dist.all_reduce(summed, group=group)", "pass")),
     *_of("parallel/shards.py:simulated_shards", ("restart(module)", "pass")),

@@ -5,7 +5,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from ..types import Aux, Method, Micro, Optimizer, Params, Where
 from .replicas import Share, check_shared, of_this_process
 from .shards import local, reshard, restart, settle, spread_of
 
+T = TypeVar("T")
 _BLOCK = 1 << 20  # numbers that are exchanged at once
 # methods that act on coordinates, but for norms by `tree.global_norm`; whether they read theta_0 after the first step
 SHARDED: dict[Callable[..., Method], bool] = {
@@ -148,8 +149,11 @@ class Sharded:
     def _method(self, loss_fn: ModuleLoss, base: Params, where: Where | None) -> Method:
         return self._build(loss_fn, self._optimizer, base, where=where, **self._options)
 
-    def whole(self, state: State) -> State:
-        """The state of the whole module on the CPU, in the first process; all processes call it, others keep theirs."""
+    def whole(self, state: T) -> T:
+        """A state, or leaves by path, of the whole module on the CPU, in the first process; others keep their shards.
+
+        All processes call it.
+        """
 
         def first(path: str, shard: Tensor) -> Tensor:
             found = self._spread.whole(path, shard)
@@ -178,7 +182,7 @@ class Sharded:
         ]
         return pytree.tree_unflatten(leaves, spec)
 
-    def _mapped(self, state: State, fn: Callable[[str, Tensor], Tensor]) -> State:
+    def _mapped(self, state: T, fn: Callable[[str, Tensor], Tensor]) -> T:
         flat, spec = pytree.tree_flatten_with_path(state)
         leaves = [leaf if (path := self._path(place, leaf)) is None else fn(path, leaf) for place, leaf in flat]
         return pytree.tree_unflatten(leaves, spec)

@@ -1,13 +1,15 @@
 """The processes of a run: their number, the rank of this one, and the values that they share."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 class World(NamedTuple):
@@ -29,6 +31,25 @@ class World(NamedTuple):
         box = [value]
         dist.broadcast_object_list(box, group=self.hosts)
         return box[0]
+
+    def led(self, work: Callable[[], T]) -> T:
+        """The value of ``work`` in the first process, in all of them; the others do not run it, and wait.
+
+        Raises: its error in the first process, and a ValueError with the text of that error in the others.
+        """
+        if self.size == 1:
+            return work()
+        found: Any = None
+        if self.leads:
+            try:
+                found = work(), ""
+            except BaseException as error:
+                self.agree((None, str(error) or type(error).__name__))
+                raise
+        value, failed = self.agree(found)
+        if failed:
+            raise ValueError(f"the first process has failed: {failed}")
+        return value
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all processes by rank, in all of them; any values that pickle."""

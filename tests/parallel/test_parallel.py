@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from smat_fn import draw, merge, optim, parallel, random, reweight, simulate, value_and_grad, where
+from smat_fn.checkpoint import same
 from smat_fn.data.batching import split_rows
 from smat_fn.grad import ModuleLoss, with_master_weights
 from smat_fn.mat import asam, finetune, orthoreg, smat
@@ -240,16 +241,60 @@ def test_an_averaged_climb_on_shards_is_that_of_one_process_and_resumes_bit_for_
         assert torch.equal(first["msam resumed"][path], first["msam"][path])
 
 
+def test_sharded_runs_are_scored_at_their_whole_weights_by_the_first_process(found, tmp_path):
+    first, second = (one["beside"] for one in found)
+    expert, seen, manifest = first["evaluated"]
+    assert same(expert, seen[1])
+    assert same(seen[3], found[0]["train.py"]["smat"])  # scores change no step
+    _, wanted, alone = worker.evaluated_by(tmp_path, worker.VALUES, worker.EVALUATED, world=ALONE)
+    assert manifest["evaluations"] == alone["evaluations"]
+    for own, other in zip(seen, wanted, strict=True):
+        for path, leaf in other.items():
+            torch.testing.assert_close(own[path], leaf, rtol=1e-4, atol=1e-5)
+    again, rest, resumed = first["resumed"]
+    assert same(again, expert)
+    assert all(map(same, rest, seen[2:]))
+    assert resumed["evaluations"] == manifest["evaluations"]
+    assert same(first["patient"][0], seen[0])
+    assert first["patient"][2]["evaluations"]["curve"] == [[2, 2.0], [4, 1.0]]
+    assert same(first["replicas"][0], first["replicas"][1][1])
+    assert not any(second[name][1] for name in ("evaluated", "patient", "resumed", "replicas"))
+
+
+def test_where_the_first_process_fails_beside_training_no_other_waits_for_it(found):
+    first, second = (one["beside"] for one in found)
+    assert first["nan"].startswith("the dev score is nan after 4 steps: check the weights")
+    assert second["nan"] in first["nan"]
+    assert (first["failed"], second["failed"]) == ("no more", "the first process has failed: no more")
+    assert first["unwritten"] == "[Errno 28] the disk is full"
+    assert second["unwritten"] == "the first process has failed: [Errno 28] the disk is full"
+
+
+def test_sharded_runs_keep_the_snapshots_and_moments_of_whole_weights(found, tmp_path):
+    expert, snapshots, moments = found[0]["beside"]["kept"]
+    assert same(expert, found[0]["train.py"]["smat"])
+    assert all(map(same, snapshots, found[0]["beside"]["evaluated"][1][:2]))
+    _, _, wanted = worker.kept_by(tmp_path, worker.SHARDED, world=ALONE)
+    assert moments.keys() == wanted.keys()
+    for path, leaf in wanted.items():
+        assert moments[path].shape == leaf.shape
+        # stored in bfloat16
+        torch.testing.assert_close(moments[path], leaf, rtol=2**-7, atol=1e-4 * float(leaf.max()))
+
+
 @pytest.mark.parametrize("name", worker.ON_SHARDS)
 def test_methods_take_the_same_steps_on_shards(found, name):
-    wanted, norms = worker.stepped(name, lambda build, *given, **options: build(*given, **options))
-    weights, own = found[0]["on shards"][name]
-    assert own == found[1]["on shards"][name][1]
+    wanted, squares, norms = worker.stepped(name, lambda build, *given, **options: build(*given, **options))
+    weights, moments, own = found[0]["on shards"][name]
+    assert own == found[1]["on shards"][name][2]
     torch.testing.assert_close(own, norms, rtol=1e-6, atol=0)
     # elsewhere weights depend on a norm, whose float32 sums end where a shard ends
     exact = "ft", "mergopt", "l2sp", "mixout", "smat", "by depth", "mixed", "rounded", "rounded, frozen", "muon"
     for path, leaf in wanted.items():
         torch.testing.assert_close(weights[path], leaf, rtol=0, atol=0 if name in exact else 1e-6)
+    assert moments.keys() == squares.keys()
+    for path, leaf in squares.items():
+        torch.testing.assert_close(moments[path], leaf, rtol=0 if name in exact else 1e-4, atol=0)
     if name != "ft":
         assert not torch.equal(weights["last.weight"], found[0]["on shards"]["ft"][0]["last.weight"])
 

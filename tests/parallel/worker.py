@@ -13,11 +13,12 @@ import torch
 import torch._dynamo  # DistributedDataParallel imports it at its first use, in each process
 import torch.distributed as dist
 import torch.utils.checkpoint
+from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from smat_fn import checkpoint, draw, execution, lora, optim, parallel, random, simulate, tree
-from smat_fn.config import Finetune, Msam, Smat, Training
+from smat_fn.config import Dev, Finetune, Msam, Smat, Training
 from smat_fn.data.batching import split_rows
 from smat_fn.grad import ModuleLoss, value_and_grad, with_master_weights
 from smat_fn.mat import asam, finetune, l2sp, mergopt, mixout, msam, orthoreg, smat, talos
@@ -341,8 +342,8 @@ class Blocks(torch.nn.Module):
         return self.last(x)
 
 
-def blocks(rank=0, size=1, dtype=torch.float32):
-    """A suite of one task on `Blocks`, and what its first process saw of states."""
+def blocks(dtype=torch.float32, **members):
+    """A suite of one task on `Blocks`."""
     torch.manual_seed(0)
     module = Blocks().to(dtype)
     return BaseSuite(
@@ -354,6 +355,7 @@ def blocks(rank=0, size=1, dtype=torch.float32):
         batch=lambda task, key, step: tuple(part.to(dtype) for part in batch(step, rows=5)),
         recipe={},
         seed=0,
+        **members,
     )
 
 
@@ -386,13 +388,12 @@ ON_SHARDS = {
 SHARDED = Training(steps=7, lr=1e-2, optimizer="adamw", weight_decay=0.1, max_grad_norm=0.3, accumulate=2)
 
 
-def of_train_py(folder, name, training, *, world, stop=None, **options):
+def of_train_py(folder, name, training, *, world, stop=None, suite=None, **options):
     """The weights of a run of train.py's loop, or what it said as it ended."""
+    run = RunOptions(folder, ["task"], 1, **options)
     try:
-        train_run(
-            blocks(), OF_TRAIN_PY[name], training, RunOptions(folder, ["task"], 1, **options), world=world, stop=stop
-        )
-    except resuming.Interrupted as ended:
+        train_run(suite or blocks(), OF_TRAIN_PY[name], training, run, world=world, stop=stop)
+    except (resuming.Interrupted, torch.OutOfMemoryError, ValueError, OSError) as ended:
         return str(ended)
     finally:
         if world.size > 1:
@@ -420,13 +421,64 @@ def shards_of_train_py(rank, folder):
     return found
 
 
+VALUES = [1.0, 3.0, 2.0, 0.0]  # dev scores after 2, 4, 6 and 7 steps
+EVALUATED = replace(SHARDED, dev=Dev(2))
+
+
+def evaluated_by(folder, values, training, **options):
+    """The weights of a run with these dev scores, those that were scored, and the manifest; errors are raised."""
+    told, seen = iter(values), []
+
+    def score(params, task, split):
+        seen.append({path: leaf.clone() for path, leaf in params.items()})
+        if isinstance(value := next(told), Exception):
+            raise value
+        return value
+
+    found = of_train_py(folder, "smat", training, suite=blocks(score=score), **options)
+    return found, seen, checkpoint.load_manifest(folder / "task") if isinstance(found, dict) else None
+
+
+def kept_by(folder, training, **options):
+    """The weights of a run, its snapshots after 2 and 4 steps, and its moments."""
+    found = of_train_py(folder, "smat", training, keep_snapshots=2, keep_moments=True, **options)
+    snapshots = [checkpoint.load_leaves(folder / "snapshots" / str(i) / "task")[0] for i in (1, 2)]
+    return found, snapshots, load_file(folder / "task" / "adam.safetensors")
+
+
+def beside_shards(rank, folder):
+    """Weights that runs evaluate and keep, of shards and of replicas, and errors where the first process fails."""
+    world, found, training = World(rank, 2), {}, replace(EVALUATED, shard=True)
+    found["replicas"] = evaluated_by(folder / "replicas", VALUES, EVALUATED, world=world)
+    found["evaluated"] = evaluated_by(folder / "curve", VALUES, training, world=world)
+    patient = replace(training, dev=Dev(2, patience=1))
+    found["patient"] = evaluated_by(folder / "patient", [2.0, 1.0], patient, world=world)
+    evaluated_by(folder / "curve-cut", VALUES[:2], training, world=world, stop=After(4))
+    found["resumed"] = evaluated_by(folder / "curve-cut", VALUES[2:], training, world=world, resume=True)
+    for name, value in {"nan": float("nan"), "failed": torch.OutOfMemoryError("no more")}.items():
+        found[name] = evaluated_by(folder / name, [1.0, value], training, world=world)[0]
+    found["kept"] = kept_by(folder / "kept", replace(SHARDED, shard=True), world=world)
+    write = checkpoint.save_expert
+
+    def full(path, *args, **options):
+        if "snapshots" in path.parts:
+            raise OSError(28, "the disk is full")
+        write(path, *args, **options)
+
+    checkpoint.save_expert = full
+    options = {"world": world, "keep_snapshots": 1}
+    found["unwritten"] = of_train_py(folder / "full", "smat", replace(SHARDED, shard=True), **options)
+    checkpoint.save_expert = write
+    return found
+
+
 def on_shards():
-    """Weights and norms of every method on shards whose processes have the same batch."""
+    """Weights, moments and norms of every method on shards whose processes have the same batch."""
     return {name: stepped(name, Sharded, lambda part: parallel.Share(part, 1.0)) for name in ON_SHARDS}
 
 
 def stepped(name, build, batch_of=lambda part: part):
-    """Weights after five steps of a method on two micro-batches, and the norms of the steps; whole ones of shards."""
+    """Weights and second moments after five steps of a method on two micro-batches, and the norms of the steps."""
     method, options = ON_SHARDS[name]
     rounded = "rounded" in name
     suite = blocks(dtype=torch.bfloat16 if name == "rounded" else torch.float32)
@@ -448,7 +500,8 @@ def stepped(name, build, batch_of=lambda part: part):
         parts = [Micro(batch_of(tuple(part.bfloat16() if rounded else part for part in one))) for one in found]
         state, info = own.update(KEY, state, parts)
         norms.append(info.grad_norm)
-    return tree.flatten(getattr(own, "whole", lambda state: state)(state).params), norms
+    whole = getattr(own, "whole", lambda leaves: leaves)
+    return tree.flatten(whole(state).params), whole(optim.second_moments(state.opt_state)), norms
 
 
 def not_of_four_rows(path, leaf):
@@ -600,6 +653,7 @@ def main(rank, folder):
     found["on shards"] = on_shards()
     found["odd"] = odd(Sharded, lambda step: [Micro(parallel.Share(odd_batches(step)[rank].batch, 1.0))])
     found["train.py"] = shards_of_train_py(rank, Path(folder))
+    found["beside"] = beside_shards(rank, Path(folder))
     torch.save(found, Path(folder) / f"found{rank}.pt")
     dist.destroy_process_group()
 

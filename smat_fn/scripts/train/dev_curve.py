@@ -39,7 +39,7 @@ class DevCurve:
     def __init__(self, measure: Callable[[Params], float], dev: Dev) -> None:
         self._measure, self._dev = measure, dev
         self.points: list[tuple[int, float]] = []  # steps done, value
-        self.best: Params = None
+        self.best: Params = None  # in the first process
 
     def resume(self, points: Sequence[Sequence[Any]], best: Params) -> None:
         """Restore earlier evaluations and the best state."""
@@ -50,18 +50,19 @@ class DevCurve:
         return done % self._dev.every == 0 or done == total
 
     def add(self, done: int, params: Params, world: World) -> dict[str, float]:
-        """Evaluate, and keep a copy of the best parameters, the earliest of equals. All processes call it.
+        """Evaluate in the first process, which keeps a copy of the best parameters, the earliest of equals.
 
-        Returns: the value by its name in logs. Raises: ValueError for one that is not finite.
+        All processes call it. Returns: the value by its name in logs. Raises: ValueError for one that is not finite;
+            an error in all processes where the first one cannot evaluate.
         """
-        value = world.agree(self._measure(params))  # their sums may be rounded otherwise
+        value = world.led(lambda: self._measure(params))
         if not math.isfinite(value):
             raise ValueError(
                 f"the dev {self._dev.by} is {value} after {done} steps: check the weights (a lower learning rate), and "
                 "whether every dev row has something to score"
             )
         self.points.append((done, value))
-        if self._best_index() == len(self.points) - 1:
+        if world.leads and self._best_index() == len(self.points) - 1:
             self.best = tree.tree_map(lambda leaf: leaf.detach().clone(), params)
         return {f"dev_{self._dev.by}": value}
 
@@ -94,7 +95,8 @@ def curve_of(suite: Suite, task: str, training: Training, adapters: Lora | None)
         raise ValueError(f"suite {suite.name!r} has no batches of its dev split: evaluate by score")
 
     def measure(params: Params) -> float:
-        full = whole_weights(params, suite.base, adapters)
+        found = whole_weights(params, suite.base, adapters)
+        full = {path: leaf.to(suite.base[path].device) for path, leaf in found.items()}  # gathered ones are on the CPU
         if dev.by == "score":
             return suite.score(full, task, "dev")
         assert suite.dev_batches is not None

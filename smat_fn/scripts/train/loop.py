@@ -16,7 +16,6 @@ from ...grad import ModuleLoss, compiled, with_master_weights
 from ...grad.tangent import Linearised
 from ...lora.dropout import chain
 from ...mat.offload import storage
-from ...mat.step import State
 from ...parallel import ALONE, Sharded, World, share
 from ...suites import Suite
 from ...types import Batch, LossFn, Method, Optimizer, Params, PerStep, Precision, Where
@@ -30,7 +29,7 @@ from .settings import Place
 from .variants import adapters_of, arrange, masked_beside, offload_of
 
 OnStep = Callable[[int, Any], None]
-OnState = Callable[[int, Any, Callable[[], Params]], bool]
+OnState = Callable[[int, Callable[[], Params], Callable[[], Params]], bool]
 DTYPES: Mapping[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32, "mixed": torch.float32}
 
 
@@ -114,7 +113,8 @@ def train_expert(
 ) -> Params:
     """Train one expert from the suite's base; returns it in base's dtypes, with ``training.lora`` its adapters alone.
 
-    With ``training.dev`` the parameters of the best evaluation are returned, and training may end early.
+    With ``training.dev`` the parameters of the best evaluation are returned, and training may end early. Of several
+    processes the first one returns an expert; others may return shards of it, or None.
 
     The run key is ``fold_in(key(seed), task)``: batches and draws depend on it and the step alone, so that all methods
     see the same data in the same order, and a run can resume from any step. Precision "bf16" and "fp32" train a base
@@ -123,8 +123,9 @@ def train_expert(
 
     Args:
         on_step: called as ``on_step(step, info)`` after every step.
-        on_state: called as ``on_state(steps done, optimizer's state, expert)`` after every step; ``expert()`` gives
-            what training would return if it ended there. Says whether that took time that is not training's.
+        on_state: called as ``on_state(steps done, moments, expert)`` after every step, in every process or in none;
+            ``moments()`` gives the second moments, ``expert()`` what training would return if it ended there. Says
+            whether that took time that is not training's.
         log: records every step.
         saver: resumes from its checkpoint if there is one, and saves the next ones.
         stop: read before every step.
@@ -143,10 +144,9 @@ def train_expert(
     if curve is None and training.dev is not None:
         curve = curve_of(suite, task, training, adapters_of(loss_of(suite, task, training), training))
     if saver is not None and world.agree(saver.path.exists()):  # the first process's disk decides
-        if isinstance(run, Sharded):
-            state = run.scatter(resuming.restore_all(saver.path, run.empty(state), world), state)
-        else:
-            state = _restored(saver, state, curve, partial(_result, suite=suite, training=training), world)
+        empty = run.empty(state) if isinstance(run, Sharded) else state
+        stored = _restored(saver, empty, curve, partial(_result, suite=suite, training=training), world)
+        state = run.scatter(stored, state) if isinstance(run, Sharded) else stored
     with nullcontext() if kept is None else offloaded(suite.base, kept):
         if log is not None:
             if state.step < training.length:
@@ -165,8 +165,8 @@ def train_expert(
                 log.step(step, info, batch)
             if on_step is not None:
                 on_step(step, info)
-            expert = partial(_result, state, suite=suite, training=training)
-            if on_state is not None and on_state(step + 1, state.opt_state, expert) and log is not None:
+            moments, expert = partial(_moments, whole, state), partial(_expert, whole, state, suite, training)
+            if on_state is not None and on_state(step + 1, moments, expert) and log is not None:
                 log.watch.skip()
             if curve is not None and curve.due(step + 1, training.length):
                 measured = curve.add(step + 1, expert(), world)
@@ -177,14 +177,20 @@ def train_expert(
             due = saver.due(step + 1)
             if world.agree(due) if isinstance(run, Sharded) else due:  # of shards all processes gather, or none
                 _save(saver, whole(state), log, curve)
-    if curve is not None:
-        return curve.best
-    found = _result(state, suite=suite, training=training)
-    if not isinstance(run, Sharded):
+    found = _expert(whole, state, suite, training) if curve is None else curve.best
+    if not isinstance(run, Sharded) or not world.leads:
         return found
-    device = next(iter(suite.base.values())).device
-    gathered = run.whole(State(found, (), state.step))  # the rest of the state stays where it is
-    return tree.tree_map(lambda leaf: leaf.to(device), gathered.params)
+    return {path: leaf.to(suite.base[path].device) for path, leaf in found.items()}
+
+
+def _expert(whole: Callable[[Any], Any], state: Any, suite: Suite, training: Training) -> Params:
+    """The parameters that training returns if it ends at a state; of shards whole ones in the first process alone."""
+    return whole(_result(state, suite=suite, training=training))
+
+
+def _moments(whole: Callable[[Any], Any], state: Any) -> Params:
+    """The second moments of a state, as `_expert`."""
+    return whole(optim.second_moments(state.opt_state))
 
 
 def _result(state: Any, *, suite: Suite, training: Training) -> Params:
@@ -220,7 +226,7 @@ def _restored(saver: Saver, state: Any, curve: DevCurve | None, result: Callable
         return restore_all(saver.path, state, world)
     best = tree.tree_map(lambda leaf: leaf.detach().clone(), result(state))
     found = restore_all(saver.path, Tracked(state, best), world)
-    curve.resume(points, found.best)
+    curve.resume(points, found.best if world.leads else None)
     return found.state
 
 

@@ -91,9 +91,6 @@ def check_run(
     if run.keep_moments and (training.lora is not None or training.optimizer == "muon"):
         what = "adapters" if training.lora is not None else "matrices under muon"
         problems.append(f"keep_moments: {what} have none of all weights, leave it out; merge.py statistics needs none")
-    problems += [
-        f"`{n}` is not supported with `shard`: leave it out" for n in KEEPS if training.shard and getattr(run, n)
-    ]
     if training.dev is not None and (own := [n for n in KEEPS if getattr(run, n)]):
         problems.append(f"{' and '.join(own)}: with eval_every the best state is the expert, leave one of them out")
     problems += ["no tasks: name at least one"] if not tasks else []

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ... import checkpoint, errors, lora, machine, optim, random, simulation, tree
+from ... import checkpoint, errors, lora, machine, random, simulation, tree
 from ...config import MethodConfig, Smat, Training, settings
 from ...errors import problems_of
 from ...folders.writing import locked
@@ -95,25 +95,35 @@ def adapted_facts(suite: Suite, expert: Expert) -> dict[str, str]:
 
 
 class Kept:
-    """Extra outputs of a run: parameter snapshots, written during training, and the optimizer's second moments."""
+    """Extra outputs of a run: parameter snapshots, written during training, and the optimizer's second moments.
 
-    def __init__(self, suite: Suite, run: RunOptions, expert: Expert) -> None:
+    All processes call it; the first one writes snapshots and holds moments.
+    """
+
+    def __init__(self, suite: Suite, run: RunOptions, expert: Expert, world: World) -> None:
         self.moments: dict[str, Tensor] | None = None  # bfloat16, once training has ended
-        self._suite, self._run, self._expert = suite, run, expert
+        self._suite, self._run, self._expert, self._world = suite, run, expert, world
         steps, count = expert.training.length, run.keep_snapshots
         self._last, self._at = steps, {steps * i // (count + 1): i for i in range(1, count + 1)}
 
-    def __call__(self, step: int, opt_state: Any, params: Callable[[], Params]) -> bool:
+    def __call__(self, step: int, moments: Callable[[], Params], params: Callable[[], Params]) -> bool:
         """Keep a snapshot, or Adam's moments, if one is due after this step.
 
-        Raises: ValueError for parameters that are not finite.
+        Raises: ValueError for parameters that are not finite; an error in all processes where the first one cannot
+            write.
         """
         if self._run.keep_moments and step == self._last:
-            found = optim.second_moments(opt_state)
-            self.moments = {path: leaf.to("cpu", torch.bfloat16) for path, leaf in found.items()}
+            found = moments()
+            if self._world.leads:
+                self.moments = {path: leaf.to("cpu", torch.bfloat16) for path, leaf in found.items()}
         if step not in self._at:
             return False
-        task, index, now = self._expert.task, self._at[step], params()
+        now = params()
+        self._world.led(lambda: self._snapshot(step, now))
+        return True
+
+    def _snapshot(self, step: int, now: Params) -> None:
+        task, index = self._expert.task, self._at[step]
         tree.check_finite(tree.flatten(now), f"the {task} expert after {step} steps")
         place = {"index": index, "of": self._run.keep_snapshots, "step": step}
 
@@ -124,7 +134,6 @@ class Kept:
 
         folder = self._run.snapshots(task)[index]
         save(self._suite, folder, self._expert, now, manifest, overwrite=True)  # `check_run` refuses others'
-        return True
 
 
 def train_run(
@@ -297,15 +306,15 @@ def _train_one(shared: Shared, expert: Expert) -> None:
         return
     if last is not None:
         report(f"{task}: resumes after step {last.step} of {training.steps}{_other_code(last._asdict())}")
-    kept, curve = Kept(suite, run, expert), curve_of(suite, task, training, expert.adapters)
+    kept, curve = Kept(suite, run, expert, world), curve_of(suite, task, training, expert.adapters)
     train = partial(train_expert, suite, task, method, training, seed=run.seed, saver=saver, stop=stop, world=world)
-    train = partial(train, curve=curve, offload=run.offload)
+    train = partial(train, curve=curve, offload=run.offload, on_state=kept)
     if not world.leads:
         train()
         return
     with _log(shared, expert, last) as log:
         try:
-            params = train(log=log, on_state=kept)
+            params = train(log=log)
             tree.check_finite(tree.flatten(params), f"the {task} expert")
         except ValueError as error:
             where = saver.where() if str(saver.path) not in str(error) else None  # that file is damaged

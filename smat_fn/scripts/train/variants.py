@@ -133,7 +133,6 @@ def _shard_problems(method: MethodConfig, training: Training, world: World, plac
         found.append(f"`shard` is not supported with {method.name}, which looks at whole parameters: leave it out")
     others = {
         "adapters": training.lora is not None,
-        "evaluations while training": training.dev is not None,
         "`compile`": training.compiled,
         "independent draws": training.independent_draws,
         "sigma auto": sigma_is_auto(method),
