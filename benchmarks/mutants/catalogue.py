@@ -997,6 +997,12 @@ MUTANTS = [
         ("renew(self._sharded)", "pass"),
     ),
     *_of("scripts/train/loop.py:_expert", ("whole(_result(", "(_result(")),
+    *_of(
+        "scripts/train/loop.py:_on_frozen_shards",
+        ("frozen_shards(loss_fn, base, torch.bfloat16)", "frozen_shards(loss_fn, base)"),
+    ),
+    *_of("lora/per_module.py:_hiding", ("layer.hide(owner)", "pass")),
+    *_of("parallel/sharded.py:_FrozenShards", ("restart(self.module)", "pass")),
     *_of("scripts/train/loop.py:_moments", ("whole(optim.second_moments(", "(optim.second_moments(")),
     *_of("scripts/train/dev_curve.py:DevCurve", ("world.led(lambda: self._measure(params))", "self._measure(params)")),
     *_of(

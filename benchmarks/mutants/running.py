@@ -36,6 +36,8 @@ TESTS = {
     "scripts": "tests/scripts/train",
     "scripts/train/loop.py:_expert": "tests/parallel/test_parallel.py",
     "scripts/train/loop.py:_moments": "tests/parallel/test_parallel.py",
+    "scripts/train/loop.py:_on_frozen_shards": "tests/parallel/test_parallel.py",
+    "lora/per_module.py:_hiding": "tests/parallel/test_parallel.py",
     "scripts/train/dev_curve.py:DevCurve": "tests/parallel/test_parallel.py",
     "scripts/train/training.py:Kept": "tests/parallel/test_parallel.py",
     "errors.py": "tests/core/test_errors.py",

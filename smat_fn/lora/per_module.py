@@ -1,6 +1,6 @@
 """The loss of adapters on a module: each weight is formed when its layer runs, and again when backward reads it."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.functional import linear
 
-from .. import ops, tree
+from .. import errors, ops, tree
 from ..execution import transformed
 from ..grad import MasterWeights, ModuleLoss
 from ..grad.modules import WrappedLoss
@@ -35,12 +35,17 @@ class PerModule(WrappedLoss):
     a layer adds its update in its output: ``x W_0^T + s (x A^T) B^T`` as PEFT does, at a simulated state
     ``x W_0^T + x D^T`` with ``D = alpha m (.) s B A + epsilon`` computed in float32 and rounded once. An
     ``in_proj_weight`` of ``nn.MultiheadAttention``, whose product is not its own, is rounded as a whole.
+
+    Where the module's weights are shards (`smat_fn.parallel.frozen_shards`), layers add their updates too, whatever
+    their dtype, and of base no value is read.
     """
 
     def __init__(
         self, inner: ModuleLoss, base: Mapping[str, Tensor], lora: Lora, drawn: Draw | None, where: Where | None
     ) -> None:
         super().__init__(inner)
+        if _sharded(self.module):
+            errors.raise_problems(shard_problems(lora), "adapters on shards")
         self._base, self._lora, self._drawn, self._where = base, lora, drawn, where
         self._check_base = tree.unchanged(base)
 
@@ -60,7 +65,7 @@ class PerModule(WrappedLoss):
             with _forming(module, _Weights(params, self._base, self._lora, self._drawn, self._where), self.inner):
                 return fn(module)
 
-        return self.inner.within(self._whole(params), run)
+        return self.inner.within({} if _sharded(self.module) else self._whole(params), run)
 
     def check(self, params: Mapping[str, Tensor]) -> None:
         """Raises: ValueError as the loss inside, and as `check_fit`."""
@@ -198,12 +203,12 @@ class _Alive:
 @contextmanager
 def _forming(module: nn.Module, weights: _Weights, loss: ModuleLoss) -> Iterator[None]:
     """Layers with adapters form their weights while they run; run loss *and* gradient inside. As before afterwards."""
-    wanted, alive, handles, originals = set(weights.lora.paths), _Alive(), [], []
+    wanted, alive, handles, layers = set(weights.lora.paths), _Alive(), [], list[tuple[nn.Module, _Layer]]()
     path_of = {id(p): path for path, p in module.named_parameters() if path in wanted}
     if len(path_of) < len(wanted):
         missing = sorted(wanted - set(path_of.values()))
         raise ValueError(f"leaves {', '.join(missing)} are tied to others: give adapters to the first of their names")
-    plain, dropping = transformed(), dropout_of(loss)
+    plain, shards, dropping = transformed(), _sharded(module), dropout_of(loss)
     try:
         for owner in module.modules():
             own = {name: path_of[id(p)] for name, p in owner._parameters.items() if id(p) in path_of}
@@ -215,33 +220,84 @@ def _forming(module: nn.Module, weights: _Weights, loss: ModuleLoss) -> Iterator
             for name, path in own.items():
                 leaf = owner._parameters[name]
                 assert leaf is not None
-                originals.append((owner, name, leaf))
-                layer = _Layer(path, name, leaf, weights, alive, plain, dropping)
-                owner._parameters[name] = layer.idle  # type: ignore[assignment]
+                layer = _Layer(path, name, leaf, weights, alive, plain, shards, dropping)
+                layers.append((owner, layer))
+                if not shards:  # which FSDP2 replaces by gathered weights
+                    owner._parameters[name] = layer.idle  # type: ignore[assignment]
                 # first and last of the layer's hooks, so that the others see its weight too
                 handles.append(owner.register_forward_pre_hook(layer.enter, prepend=True))
                 handles.append(owner.register_forward_hook(layer.leave, with_kwargs=True, always_call=True))
+        for part in module.modules() if shards else ():
+            if hasattr(part, "unshard"):  # both after FSDP2's own hooks, which gather and shard again
+                hide = _hiding(part, layers)
+                handles += [part.register_forward_pre_hook(hide), part.register_forward_hook(hide)]
         keeping = nullcontext() if plain else torch.autograd.graph.saved_tensors_hooks(alive.pack, alive.unpack)
         with keeping:
             yield
     finally:
         for handle in handles:
             handle.remove()
-        for owner, name, leaf in originals:
-            owner._parameters[name] = leaf
+        for owner, layer in layers:
+            layer.reveal(owner)
+
+
+def shard_problems(lora: Lora) -> list[str]:
+    """Errors for adapters that cannot be added in the output of a layer, where the module's weights are shards."""
+    found = [
+        f"{path!r} is of an nn.MultiheadAttention, which reads it whole: name other targets"
+        for path in lora.paths
+        if not path.endswith(WEIGHT)
+    ]
+    return found + [f"{path!r} is to be trained whole, and shards are frozen: leave it out" for path in lora.saved]
+
+
+def _sharded(module: nn.Module) -> bool:
+    return any(hasattr(p, "to_local") for p in module.parameters())
+
+
+def _hiding(part: nn.Module, layers: Sequence[tuple[nn.Module, "_Layer"]]) -> Callable[..., None]:
+    """A hook that hides the weights of a part's layers, until these run."""
+    inside = {*part.modules()} - {part}
+    own = [(owner, layer) for owner, layer in layers if owner in inside]
+
+    def hide(*_: Any) -> None:
+        for owner, layer in own:
+            layer.hide(owner)
+
+    return hide
 
 
 class _Layer:
     """The hooks of a layer around its forward pass."""
 
     def __init__(
-        self, path: str, name: str, leaf: Tensor, weights: _Weights, alive: _Alive, plain: bool, dropping: Any
+        self,
+        path: str,
+        name: str,
+        leaf: Tensor,
+        weights: _Weights,
+        alive: _Alive,
+        plain: bool,
+        shards: bool,
+        dropping: Any,
     ) -> None:
         self._path, self._name, self._leaf, self._weights, self._alive = path, name, leaf, weights, alive
         self._plain, self._dropping = plain, dropping
-        self._apart = path.endswith(WEIGHT) and tree.compute_dtype(leaf) != leaf.dtype
+        self._apart = shards or (path.endswith(WEIGHT) and tree.compute_dtype(leaf) != leaf.dtype)
         self.idle = leaf if plain else Absent(leaf, path, LATER)
         self._now: Tensor | None = None
+
+    def hide(self, layer: nn.Module) -> None:
+        """Put the placeholder in the place of the weight that FSDP2 has put there, gathered or a shard."""
+        now = layer._parameters[self._name]
+        if now is not None and now is not self.idle:
+            self._leaf = now
+            layer._parameters[self._name] = self.idle  # type: ignore[assignment]
+
+    def reveal(self, layer: nn.Module) -> None:
+        """Put the weight back in the place of the placeholder; where FSDP2 has replaced this, nothing."""
+        if layer._parameters[self._name] is self.idle:
+            layer._parameters[self._name] = self._leaf  # type: ignore[assignment]
 
     def enter(self, layer: nn.Module, _: Any) -> None:
         """Put the weight in place before the layer runs."""

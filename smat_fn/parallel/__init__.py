@@ -5,7 +5,7 @@ split over devices by ``device_map`` needs nothing: every leaf is simulated wher
 """
 
 from .replicas import Share, independent_smat, replicated, share
-from .sharded import SHARDED, Sharded
+from .sharded import SHARDED, Sharded, frozen_shards
 from .shards import base_shards, reweight_grads, simulated_shards, starts_of
 from .world import ALONE, World, joined
 
@@ -16,6 +16,7 @@ __all__ = [
     "Share",
     "World",
     "base_shards",
+    "frozen_shards",
     "independent_smat",
     "joined",
     "replicated",

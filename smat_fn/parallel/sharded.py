@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import errors, random, tree
+from ..errors import some_of
 from ..execution import on_shards
 from ..grad import ModuleLoss, loss_and_aux
 from ..grad.master_weights import FrozenRounded, ModuleMasterWeights
@@ -83,10 +84,7 @@ class Sharded:
             given = {"max_grad_norm": max_grad_norm, "donate": True, **hyperparameters}
             problems += errors.problems_of(build, loss_fn, optimizer, leaves, **given)
         inner, self._dtype = _unrounded(loss_fn)
-        if getattr(type(inner), "within", None) is not ModuleLoss.within:
-            problems.append(
-                f"shards run the module itself, not as a {type(inner).__name__} does: give the ModuleLoss inside it"
-            )
+        problems += _otherwise(inner)
         errors.raise_problems(problems, "Sharded")
         self._loss_fn, self._optimizer, self._build, self._where = inner, optimizer, build, tree.predicate(where)
         self._options = {"max_grad_norm": max_grad_norm, "donate": True, **hyperparameters}
@@ -276,12 +274,55 @@ def _swap(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
             given.copy_(before)
 
 
-def sharded_copy(module: nn.Module, params: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> nn.Module:
+class _FrozenShards(WrappedLoss):
+    """A module's loss whose weights are this process's shards, all of them frozen: it has no parameters."""
+
+    def __init__(self, inner: ModuleLoss, module: nn.Module) -> None:
+        ModuleLoss.__init__(self, module, inner.loss, training=inner.training)
+        self.inner = inner
+
+    def within(self, params: Mapping[str, Tensor], fn: Callable[[nn.Module], Any]) -> Any:
+        """``fn(module)`` while FSDP2 gathers the module's weights. Raises: ValueError for other weights than none."""
+        if params:
+            raise ValueError(
+                f"{some_of(sorted(params))} would replace shards, which are frozen: give lora.with_lora this loss, and "
+                "frozen_shards the dtype of master weights"
+            )
+        try:
+            with self.running(), _naming_shards():
+                return fn(self.module)
+        except BaseException:
+            restart(self.module)
+            raise
+
+    def wants_key(self) -> bool:
+        """As the loss on shards: the module that was given may be in another mode by now."""
+        return self.inner.wants_key() or any(part.training for part in self.module.modules())
+
+
+def frozen_shards(loss_fn: ModuleLoss, params: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> ModuleLoss:
+    """The loss of a copy of the module that is frozen at these parameters, and sharded by FSDP2: for adapters.
+
+    `smat_fn.lora.with_lora` and `smat_fn.lora.build` take it; each process holds the adapters whole, and
+    `smat_fn.parallel.replicated` averages their gradients. All processes must run the same blocks.
+
+    Args: dtype: of all parameters, as `with_master_weights` around the loss wants it; None: their own.
+    Raises: ValueError for a loss that runs the module otherwise.
+    """
+    errors.raise_problems(_otherwise(loss_fn), "frozen_shards")
+    return _FrozenShards(loss_fn, sharded_copy(loss_fn.module, params, dtype, frozen=True))
+
+
+def sharded_copy(
+    module: nn.Module, params: Mapping[str, Tensor], dtype: torch.dtype | None = None, *, frozen: bool = False
+) -> nn.Module:
     """A copy of the module on these parameters, the only ones trained, sharded by FSDP2: each block, then the rest.
 
     Numbers, which have no rows, stay whole. A process may leave out parameters of a block, but no block.
 
-    Args: dtype: of all parameters while the module runs; None: their own.
+    Args:
+        dtype: of all parameters while the module runs; None: their own.
+        frozen: none is trained, and shards have that dtype.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -290,9 +331,9 @@ def sharded_copy(module: nn.Module, params: Mapping[str, Tensor], dtype: torch.d
     for path, p in own.named_parameters():
         p.data = params[path].detach().clone() if path in params else p.data
         p.data = p.data.contiguous()  # as FSDP2 wants them
-        p.requires_grad_(path in params)
+        p.requires_grad_(path in params and not frozen)
     numbers = {p for p in own.parameters() if not p.ndim}
-    for p in numbers:
+    for p in own.parameters() if frozen else numbers:
         p.data = p.data.to(dtype if p.is_floating_point() else None)
     narrow = dtype is not None or any(tree.compute_dtype(leaf) != leaf.dtype for leaf in params.values())
     # the layers get what they get in a module that is not sharded
@@ -307,6 +348,13 @@ def sharded_copy(module: nn.Module, params: Mapping[str, Tensor], dtype: torch.d
         root.set_reduce_scatter_unused_params(True)  # losses may touch other parameters in each process
     settle(own)
     return own
+
+
+def _otherwise(loss_fn: Any) -> list[str]:
+    """The error for a loss that does not run its module as it is."""
+    if getattr(type(loss_fn), "within", None) is ModuleLoss.within:
+        return []
+    return [f"shards run the module itself, not as a {type(loss_fn).__name__} does: give the ModuleLoss inside it"]
 
 
 def _unrounded(loss_fn: Any) -> tuple[Any, torch.dtype | None]:

@@ -22,7 +22,7 @@ from smat_fn.scripts.merge.experts.inputs import load_inputs
 from smat_fn.scripts.run_folder import find_inputs
 from smat_fn.scripts.train import resuming
 from smat_fn.scripts.train.loop import train_expert
-from smat_fn.scripts.train.options import RunOptions
+from smat_fn.scripts.train.options import RunOptions, check_run
 from smat_fn.scripts.train.training import train_run
 from smat_fn.scripts.train.variants import adapters_of, offload_of, problems, training_settings
 from smat_fn.suites import load_suite
@@ -174,7 +174,7 @@ def torchrun(*words):
     return subprocess.CompletedProcess(words, process.returncode, out, error)
 
 
-def test_what_shards_do_not_go_with_is_named():
+def test_what_shards_do_not_go_with_is_named(tmp_path):
     smat, sharded = DIGITS.methods["smat"], training(shard=True)
     all_but = replace(sharded, optimizer="muon", average="ema:0.9", dropout=True, precision="mixed")
     for method in (smat, DIGITS.methods["asam"], Msam(), replace(smat, lam=0.3, period=None, climb="both")):
@@ -182,9 +182,17 @@ def test_what_shards_do_not_go_with_is_named():
     assert problems(smat, sharded, World()) == ["`shard` needs several processes: start with torchrun"]
     other = replace(sharded, lora=Adapters(2, 4.0), independent_draws=True, compiled=True, dev=Dev(2, "loss", None))
     texts = problems(DIGITS.methods["orthoreg"], other, World(0, 2), "cpu")
-    names = "adapters", "evaluations while training", "`compile`", "independent draws", "`offload='cpu'`"
-    assert "`shard` is not supported with orthoreg, which looks at whole parameters: leave it out" in texts
+    names = "evaluations of adapters while training", "`compile`", "independent draws", "`offload='cpu'`"
     assert {f"`shard` is not supported with {name}: leave one of them out" for name in names} <= set(texts)
+    orthoreg, adapters = DIGITS.methods["orthoreg"], replace(sharded, lora=Adapters(2, 4.0))
+    texts = problems(orthoreg, sharded, World(0, 2))
+    assert texts == ["`shard` is not supported with orthoreg, which looks at whole parameters: leave it out"]
+    assert problems(orthoreg, adapters, World(0, 2)) == []
+    assert problems(smat, replace(sharded, dev=Dev(2, "loss", None)), World(0, 2)) == []
+    run = RunOptions(tmp_path, ["rot90"], 0, keep_snapshots=1)
+    with pytest.raises(ValueError, match=r"^keep_snapshots is not supported with adapters and `shard`"):
+        check_run(smat, adapters, run, known=("rot90",), world=World(0, 2))
+    check_run(smat, sharded, replace(run, keep_moments=True), known=("rot90",), world=World(0, 2))
     texts = problems(replace(smat, sigma="auto"), sharded, World(0, 2))
     assert texts == ["`shard` is not supported with sigma auto: leave one of them out"]
 

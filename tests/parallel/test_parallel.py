@@ -6,10 +6,11 @@ from datetime import timedelta
 import pytest
 import torch
 
-from smat_fn import draw, merge, optim, parallel, random, reweight, simulate, value_and_grad, where
+from smat_fn import draw, lora, merge, optim, parallel, random, reweight, simulate, value_and_grad, where
 from smat_fn.checkpoint import same
 from smat_fn.data.batching import split_rows
 from smat_fn.grad import ModuleLoss, with_master_weights
+from smat_fn.lora.per_module import shard_problems
 from smat_fn.mat import asam, finetune, orthoreg, smat
 from smat_fn.mat import step as steps
 from smat_fn.mat import weights as of_weights
@@ -280,6 +281,40 @@ def test_sharded_runs_keep_the_snapshots_and_moments_of_whole_weights(found, tmp
         assert moments[path].shape == leaf.shape
         # stored in bfloat16
         torch.testing.assert_close(moments[path], leaf, rtol=2**-7, atol=1e-4 * float(leaf.max()))
+
+
+@pytest.mark.parametrize("name", worker.ON_FROZEN)
+def test_adapters_of_a_base_on_shards_are_those_of_whole_weights(found, name, tmp_path):
+    first, second = (one["frozen"] for one in found)
+    if ("replicas", name) in first:  # layers of a narrow dtype add their updates there too
+        assert same(first[name], first["replicas", name])
+    else:
+        wanted = worker.adapted(tmp_path, name, world=ALONE, shard=False)
+        assert first[name].keys() == wanted.keys()
+        for path, leaf in wanted.items():
+            torch.testing.assert_close(first[name][path], leaf, rtol=0, atol=1e-6)
+    assert same(first["resumed"], first["smat"])
+    assert same(*first["again"])
+    assert first["again"][0]["layers.0.up.lora_B.weight"].all()
+    assert not same(first["factors"], first["smat"])
+    (one, whole), (other, _) = first["sizes"], second["sizes"]
+    assert one + other == whole
+    assert one < 0.7 * whole
+
+
+def test_adapters_that_shards_would_leave_out_are_refused(found):
+    assert shard_problems(lora.Lora(("attention.in_proj_weight",))) == [
+        "'attention.in_proj_weight' is of an nn.MultiheadAttention, which reads it whole: name other targets"
+    ]
+    for one in (own["frozen"] for own in found):
+        for read in ("in its block", "later"):
+            assert "leaf 'layers.1.up.weight' was read by aten.sum.default outside the forward pass of" in one[read]
+        assert one["whole"].startswith("first.bias, first.weight, last.bias")
+        assert "would replace shards, which are frozen" in one["whole"]
+        assert one["otherwise"].startswith("frozen_shards: shards run the module itself, not as a _AveragedModule does")
+        assert one["saved"].startswith(
+            "adapters on shards: 'last.weight' is to be trained whole, and shards are frozen"
+        )
 
 
 @pytest.mark.parametrize("name", worker.ON_SHARDS)

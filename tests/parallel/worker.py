@@ -18,11 +18,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from smat_fn import checkpoint, draw, execution, lora, optim, parallel, random, simulate, tree
-from smat_fn.config import Dev, Finetune, Msam, Smat, Training
+from smat_fn.config import Adapters, Dev, Finetune, Msam, Orthoreg, Smat, Training
 from smat_fn.data.batching import split_rows
 from smat_fn.grad import ModuleLoss, value_and_grad, with_master_weights
 from smat_fn.mat import asam, finetune, l2sp, mergopt, mixout, msam, orthoreg, smat, talos
 from smat_fn.mat.weights import SimulatedWeights
+from smat_fn.models.modules import FullLoss
 from smat_fn.parallel import World, replicas
 from smat_fn.scripts.train import resuming
 from smat_fn.scripts.train.options import RunOptions
@@ -346,16 +347,18 @@ def blocks(dtype=torch.float32, **members):
     """A suite of one task on `Blocks`."""
     torch.manual_seed(0)
     module = Blocks().to(dtype)
+    own = {
+        "base": {path: p.detach().clone() for path, p in module.named_parameters()},
+        "loss_fn": lambda task: ModuleLoss(module, squares),
+    }
     return BaseSuite(
         name="blocks",
         tasks=("task",),
-        base={path: p.detach().clone() for path, p in module.named_parameters()},
         where=lambda path, leaf: path.startswith("layers") and leaf.ndim == 2,
-        loss_fn=lambda task: ModuleLoss(module, squares),
         batch=lambda task, key, step: tuple(part.to(dtype) for part in batch(step, rows=5)),
         recipe={},
         seed=0,
-        **members,
+        **own | members,
     )
 
 
@@ -364,6 +367,7 @@ OF_TRAIN_PY = {
     "off": Smat(noise="uniform", period=2, alpha_min=1.0, drop_prob=0.0, sigma=0.0),
     "ft": Finetune(),
     "msam": Msam(along="gradient"),
+    "orthoreg": Orthoreg(lambda_reg=0.01),
 }
 ON_SHARDS = {
     "ft": (finetune, {}),
@@ -388,8 +392,8 @@ ON_SHARDS = {
 SHARDED = Training(steps=7, lr=1e-2, optimizer="adamw", weight_decay=0.1, max_grad_norm=0.3, accumulate=2)
 
 
-def of_train_py(folder, name, training, *, world, stop=None, suite=None, **options):
-    """The weights of a run of train.py's loop, or what it said as it ended."""
+def of_train_py(folder, name, training, *, world, stop=None, suite=None, read=None, **options):
+    """The weights of a run of train.py's loop, or what it said as it ended. Args: read: of the expert's folder."""
     run = RunOptions(folder, ["task"], 1, **options)
     try:
         train_run(suite or blocks(), OF_TRAIN_PY[name], training, run, world=world, stop=stop)
@@ -398,7 +402,7 @@ def of_train_py(folder, name, training, *, world, stop=None, suite=None, **optio
     finally:
         if world.size > 1:
             dist.barrier()
-    return checkpoint.load_leaves(folder / "task")[0]
+    return read(folder / "task") if read else checkpoint.load_leaves(folder / "task")[0]
 
 
 def shards_of_train_py(rank, folder):
@@ -469,6 +473,120 @@ def beside_shards(rank, folder):
     options = {"world": world, "keep_snapshots": 1}
     found["unwritten"] = of_train_py(folder / "full", "smat", replace(SHARDED, shard=True), **options)
     checkpoint.save_expert = write
+    return found
+
+
+class Block(torch.nn.Module):
+    """Two layers, which the backward pass may run again."""
+
+    reads = False  # the weight of a layer, outside of the layer
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(5, 7), torch.nn.Linear(7, 5)
+
+    def forward(self, x):
+        x = x + self.up.weight.sum() if self.reads else x
+        return x + self.down(self.up(x).tanh())
+
+
+class Stack(torch.nn.Module):
+    """Blocks whose layers adapters find, the last one checkpointed."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(5, 5), torch.nn.Linear(5, 1)
+        self.layers = torch.nn.ModuleList([Block(), Block(), Block()])
+
+    def forward(self, x):
+        x = self.layers[1](self.layers[0](self.first(x.to(self.first.weight.dtype))))
+        return self.last(torch.utils.checkpoint.checkpoint(self.layers[2], x, use_reentrant=False))
+
+
+def stack(loss=squares, reads=False):
+    """A suite of one task on a `Stack`."""
+    torch.manual_seed(0)
+    module = Stack()
+    module.layers[1].reads = reads
+    base = {path: p.detach().clone() for path, p in module.named_parameters()}
+    return blocks(base=base, loss_fn=lambda task: FullLoss(module, loss))
+
+
+def read_later(module, batch):
+    return squares(module, batch)[0] + module.layers[1].up.weight.sum(), None
+
+
+# method, where SMAT simulates, precision, dropout
+ON_FROZEN = {
+    "smat": ("smat", "merged", None, 0.0),
+    "factors": ("smat", "factors", None, 0.0),
+    "orthoreg": ("orthoreg", "merged", None, 0.0),
+    "mixed": ("smat", "merged", "mixed", 0.3),
+    "bf16": ("smat", "merged", "bf16", 0.0),
+}
+
+
+def adapted(folder, name, *, world, shard, stop=None, suite=None, **options):
+    """The adapters of a run of train.py's loop, or what it said as it ended."""
+    method, simulate, precision, dropout = ON_FROZEN[name]
+    adapters = Adapters(2, 4.0, simulate=simulate, dropout=dropout)
+    training = replace(SHARDED, lora=adapters, precision=precision, shard=shard)
+    options |= {"world": world, "stop": stop, "suite": suite or stack(), "read": lambda path: lora.load_peft(path)[0]}
+    return of_train_py(folder, method, training, **options)
+
+
+def after_failures(count, rank):
+    """Adapters after a step in one's own loop, which is taken again after so many that ran out of memory."""
+    left = [None] * count
+
+    def loss(module, batch):
+        found = squares(module, batch)
+        if left:
+            left.pop()
+            raise torch.OutOfMemoryError("no more")
+        return found
+
+    suite, adapters = stack(loss), lora.Lora(("layers.0.up.weight", "layers.2.down.weight"), rank=2)
+    frozen, base = parallel.frozen_shards(suite.loss_fn("task"), suite.base), suite.base
+    options = {"where": suite.where, "around": parallel.replicated, "period": 1, **STRENGTHS}
+    own = lora.build(frozen, optim.adam(1e-2), base, adapters, **options)
+    parts = parallel.share(split_rows(suite.batch("task", KEY, 0), 2), rank=rank, size=2)
+    state = own.init(lora.init(KEY, base, adapters))
+    while state.step < 1:
+        try:
+            state, _ = own.update(KEY, state, parts)
+        except torch.OutOfMemoryError:
+            continue
+    return state.params
+
+
+def on_frozen(rank, folder):
+    """Adapters of runs whose base is frozen on shards, and of replicas."""
+    world = World(rank, 2)
+    found = {name: adapted(folder / f"frozen-{name}", name, world=world, shard=True) for name in ON_FROZEN}
+    for name in ("mixed", "bf16"):
+        found["replicas", name] = adapted(folder / f"whole-{name}", name, world=world, shard=False)
+    adapted(folder / "frozen-cut", "smat", world=world, shard=True, stop=After(4))
+    found["resumed"] = adapted(folder / "frozen-cut", "smat", world=world, shard=True, resume=True)
+    for name, own in {"in its block": stack(reads=True), "later": stack(read_later)}.items():
+        found[name] = adapted(folder / name, "smat", world=world, shard=True, suite=own)
+    suite = stack()
+    own = parallel.frozen_shards(suite.loss_fn("task"), suite.base).module
+    held = sum(p.to_local().numel() for p in own.parameters())
+    found["sizes"] = held, sum(leaf.numel() for leaf in suite.base.values())
+    found["again"] = [after_failures(count, rank) for count in range(2)]
+    saving, base = replace(ADAPTERS, paths=("layers.0.up.weight",), saved=("last.weight", "last.bias")), suite.base
+    loss_fn = parallel.frozen_shards(suite.loss_fn("task"), base)
+    wrong = {
+        "saved": lambda: lora.with_lora(loss_fn, base, saving),
+        "whole": lambda: with_master_weights(loss_fn)({}, batch(0)),
+        "otherwise": lambda: parallel.frozen_shards(parallel.replicated(suite.loss_fn("task")), base),
+    }
+    for name, call in wrong.items():
+        try:
+            call()
+        except ValueError as error:
+            found[name] = str(error)
     return found
 
 
@@ -654,6 +772,7 @@ def main(rank, folder):
     found["odd"] = odd(Sharded, lambda step: [Micro(parallel.Share(odd_batches(step)[rank].batch, 1.0))])
     found["train.py"] = shards_of_train_py(rank, Path(folder))
     found["beside"] = beside_shards(rank, Path(folder))
+    found["frozen"] = on_frozen(rank, Path(folder))
     torch.save(found, Path(folder) / f"found{rank}.pt")
     dist.destroy_process_group()
 

@@ -16,7 +16,7 @@ from ...grad import ModuleLoss, compiled, with_master_weights
 from ...grad.tangent import Linearised
 from ...lora.dropout import chain
 from ...mat.offload import storage
-from ...parallel import ALONE, Sharded, World, share
+from ...parallel import ALONE, Sharded, World, frozen_shards, share
 from ...suites import Suite
 from ...types import Batch, LossFn, Method, Optimizer, Params, PerStep, Precision, Where
 from ...where import matrices
@@ -236,13 +236,17 @@ def _built(
     """The method on one task, its first state, and base in host memory where the device need not hold base."""
     loss_fn, base = loss_of(suite, task, training), suite.base
     adapters = adapters_of(loss_fn, training)
+    frozen = adapters is not None and training.shard
+    if frozen:
+        loss_fn = _on_frozen_shards(loss_fn, base, training.precision)
     if adapters is not None and adapters.dropout:
         assert isinstance(loss_fn, ModuleLoss), "a suite's losses are of modules"
         loss_fn = lora.with_dropout(loss_fn, base, adapters, adapters.dropout)
     if training.compiled:
         assert isinstance(loss_fn, ModuleLoss), "a suite's losses are of modules"
         loss_fn = compiled(loss_fn)  # here alone: dev scores and probes run the module as it is
-    params = base if training.precision is None else tree.cast(base, DTYPES[training.precision])
+    dtype = None if training.precision is None else DTYPES[training.precision]
+    params = _unread(base, dtype) if frozen else base if dtype is None else tree.cast(base, dtype)
     if training.precision == "bf16" and _frozen_in_float32(loss_fn):
         raise ValueError(f"precision bf16: suite {suite.name} keeps frozen parameters in float32, take mixed or fp32")
     if training.precision == "mixed":
@@ -261,8 +265,9 @@ def _built(
             base = storage.OnHost(base, host)
     optimizer = make_optimizer(training, masked_beside(adapters, suite.where) if adapters else suite.where)
     if training.shard:
-        assert isinstance(loss_fn, ModuleLoss), "a suite's losses are of modules"
         kept = _on_host(suite.base) if all(leaf.is_cuda for leaf in suite.base.values()) else None
+    if training.shard and not frozen:
+        assert isinstance(loss_fn, ModuleLoss), "a suite's losses are of modules"
         options = {"max_grad_norm": training.max_grad_norm, **settings(method)}
         shards = Sharded(loss_fn, optimizer, mat.build_of(method), where=suite.where, **options)
         return shards, shards.init(params), kept
@@ -272,6 +277,21 @@ def _built(
         offload,
     )  # fmt: skip
     return run, run.init(start), kept
+
+
+def _on_frozen_shards(loss_fn: LossFn, base: Mapping[str, Tensor], precision: Precision | None) -> ModuleLoss:
+    """The loss of a copy of the module on shards of base, as adapters of this precision need it."""
+    assert isinstance(loss_fn, ModuleLoss), "a suite's losses are of modules"
+    if precision == "mixed":
+        return frozen_shards(loss_fn, base, torch.bfloat16)
+    return frozen_shards(loss_fn, base if precision is None else tree.cast(base, DTYPES[precision]))
+
+
+def _unread(base: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Leaves of base's names, shapes and devices, and NaN in place of values, of which there is one in memory."""
+    return {
+        path: leaf.new_full((), torch.nan, dtype=dtype or leaf.dtype).expand(leaf.shape) for path, leaf in base.items()
+    }
 
 
 def loss_of(suite: Suite, task: str, training: Training) -> LossFn:

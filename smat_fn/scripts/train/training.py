@@ -18,6 +18,7 @@ from ...config import MethodConfig, Smat, Training, settings
 from ...errors import problems_of
 from ...folders.writing import locked
 from ...lora import Lora
+from ...lora.per_module import shard_problems
 from ...merge.statistics import gram_layers
 from ...parallel import ALONE, World
 from ...suites import Suite
@@ -254,6 +255,7 @@ def planned(
         errors.raise_problems([f"statistics gram: {text}" for text in found])
     plans = {task: (own, adapters_of(losses[task], training)) for task, own in budgets.items()}
     if (adapters := plans[run.tasks[0]][1]) is not None:
+        errors.raise_problems([f"`shard`: {text}" for text in shard_problems(adapters) if training.shard])
         lora.init(random.key(0), suite.base, adapters)
     return plans
 

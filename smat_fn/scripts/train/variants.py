@@ -129,10 +129,10 @@ def problems(method: MethodConfig, training: Training, world: World, place: Plac
 
 def _shard_problems(method: MethodConfig, training: Training, world: World, place: Place) -> list[str]:
     found = ["`shard` needs several processes: start with torchrun"] if world.size == 1 else []
-    if mat.build_of(method) not in parallel.SHARDED:
+    if training.lora is None and mat.build_of(method) not in parallel.SHARDED:
         found.append(f"`shard` is not supported with {method.name}, which looks at whole parameters: leave it out")
     others = {
-        "adapters": training.lora is not None,
+        "evaluations of adapters while training": training.lora is not None and training.dev is not None,
         "`compile`": training.compiled,
         "independent draws": training.independent_draws,
         "sigma auto": sigma_is_auto(method),
