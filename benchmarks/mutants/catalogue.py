@@ -1002,7 +1002,6 @@ MUTANTS = [
         ("frozen_shards(loss_fn, base, torch.bfloat16)", "frozen_shards(loss_fn, base)"),
     ),
     *_of("lora/per_module.py:_hiding", ("layer.hide(owner)", "pass")),
-    *_of("parallel/sharded.py:_FrozenShards", ("restart(self.module)", "pass")),
     *_of("scripts/train/loop.py:_moments", ("whole(optim.second_moments(", "(optim.second_moments(")),
     *_of("scripts/train/dev_curve.py:DevCurve", ("world.led(lambda: self._measure(params))", "self._measure(params)")),
     *_of(

@@ -288,12 +288,8 @@ class _FrozenShards(WrappedLoss):
                 f"{some_of(sorted(params))} would replace shards, which are frozen: give lora.with_lora this loss, and "
                 "frozen_shards the dtype of master weights"
             )
-        try:
-            with self.running(), _naming_shards():
-                return fn(self.module)
-        except BaseException:
-            restart(self.module)
-            raise
+        with self.running(), _naming_shards():
+            return fn(self.module)
 
     def wants_key(self) -> bool:
         """As the loss on shards: the module that was given may be in another mode by now."""
