@@ -1,9 +1,10 @@
 """Merging of folders on disk against mergekit on random Llama-shaped checkpoints: time and anonymous memory.
 
 Every merge is a process of its own, the inputs are in the page cache, the clock starts after the imports, also those
-that numba leaves for the first call of a loop. The floor reads all inputs and writes one output of base's size, as
-plain bytes in one thread. It, ours and mergekit's take turns, and so do the whole commands of both, with imports,
-checks, hashes and model card.
+that numba leaves for the first call of a loop. The floor reads all inputs and writes as many bytes as the merge, as
+plain bytes in one thread: base's size, or of `emr` and `tall_mask`, whose one folder has the models of all experts, a
+float32 vector and a bit a weight for each expert. It, ours and mergekit's take turns, and so do the whole commands of
+both, with imports, checks, hashes and model card.
 """
 
 import itertools
@@ -29,6 +30,7 @@ from safetensors.torch import save_file
 from smat_fn import config as mergers
 from smat_fn import machine
 from smat_fn.config import MergerConfig as Merging
+from smat_fn.merge.parts.masked import of_all_tasks
 
 from . import timing
 from .shapes import llama
@@ -75,20 +77,20 @@ from pathlib import Path
 base, out, *experts = map(Path, sys.argv[1:])
 print("ready", flush=True); sys.stdin.readline()
 out.mkdir()
-buffer = bytearray(1 << 22)
-for folder in (*experts, base):
-    for file in sorted(folder.glob("*.safetensors")):
-        with open(file, "rb", buffering=0) as source, open(out / file.name, "wb", buffering=0) as target:
-            while count := source.readinto(buffer):
-                if folder == base:
-                    target.write(memoryview(buffer)[:count])
-            os.fsync(target)
+buffer, left = memoryview(bytearray(1 << 22)), {written}
+with open(out / "model.safetensors", "wb", buffering=0) as target:
+    for folder in (*experts, base):
+        for file in sorted(folder.glob("*.safetensors")):
+            with open(file, "rb", buffering=0) as source:
+                while count := source.readinto(buffer):
+                    left -= target.write(buffer[:min(count, left)])
+    os.fsync(target)
 print("done", flush=True); sys.stdin.readline()
 """
 Merger = Literal[
     "wa", "ta", "ties, threshold per tensor", "ties, threshold per expert", "ties, weights", "dare", "dare_ties",
     "dare_ties, weights and L1 norms", "della", "breadcrumbs", "karcher", "sce", "sce, density 0.1", "ram",
-    "ram, boost", "model_stock", "multislerp", "pcb", "arcee_fusion",
+    "ram, boost", "model_stock", "multislerp", "pcb", "arcee_fusion", "emr", "tall_mask",
 ]  # fmt: skip
 WEIGHTED = "weights=dict.fromkeys(names, 0.3)"  # names: of the experts
 MERGERS: dict[Merger, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
@@ -142,6 +144,8 @@ MERGERS: dict[Merger, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "multislerp": ("MultiSlerp()", "multislerp", {}, {"weight": 1.0}),
     "pcb": ("Pcb(coef=0.3)", "", {}, {}),  # mergekit has none
     "arcee_fusion": ("ArceeFusion()", "", {}, {}),  # of two experts; mergekit's changes base by one
+    "emr": ("Emr()", "", {}, {}),  # this and the next one make a folder for all experts' tasks, mergekit has neither
+    "tall_mask": ("TallMask(ratio=0.4)", "", {}, {}),
 }
 WITHOUT_BASE = "linear", "karcher"  # of mergekit
 Case = Literal["bfloat16", "float32", "embedding"]
@@ -171,7 +175,7 @@ class Options:
     repeats: int = 1
     """Runs of what takes less than 10 s; the best counts."""
     mergers: tuple[Merger, ...] = tuple(name for name, (_, method, *_) in MERGERS.items() if method)
-    """Mergers to compare, by default those of mergekit; pcb and arcee_fusion, of two experts, without it."""
+    """Mergers to compare: those of mergekit, not pcb, arcee_fusion (of two experts), emr and tall_mask, by default."""
     cases: tuple[Case, ...] = get_args(Case)
     """A model in bfloat16, the same in float32, one embedding in bfloat16."""
     embedding: tuple[int, int] = (262144, 4096)
@@ -273,7 +277,8 @@ def compare(
     )
     recipe = folder / "recipe.yml"
     recipe.write_text(text := json.dumps(_recipe(merger, base, experts, case)))  # JSON is YAML
-    scripts = {copied: [FLOOR], ours: [OURS.format(threads=threads, device=options.device), config]}
+    floor = FLOOR.format(written=written(config, base, experts, case))
+    scripts = {copied: [floor], ours: [OURS.format(threads=threads, device=options.device), config]}
     candidates: dict[Path, Callable[[], Cost]] = {
         to: partial(measure, [sys.executable, "-c", *words, *map(str, (base, to, *experts))], threads)
         for to, words in scripts.items()
@@ -293,10 +298,10 @@ def compare(
         candidates[theirs_command] = partial(
             whole, [*entire, "--random-seed", "42", "--no-copy-tokenizer", "--device", options.device], threads
         )
-    floor, own, entire_own, *rest = best(candidates, options.repeats)
+    copying, own, entire_own, *rest = best(candidates, options.repeats)
     row: dict[str, Any] = {"merger": merger, "s": own.seconds, "cpu s": own.cpu, "MB": own.megabytes}
-    row |= {"floor s": floor.seconds, "floor cpu s": floor.cpu}
-    row["times the floor"] = round(own.seconds / max(floor.seconds, 0.01), 2)
+    row |= {"floor s": copying.seconds, "floor cpu s": copying.cpu}
+    row["times the floor"] = round(own.seconds / max(copying.seconds, 0.01), 2)
     row |= {"command s": entire_own.seconds, "command cpu s": entire_own.cpu}
     if rest:
         known[text] = (rest[0], rest[1])
@@ -311,6 +316,21 @@ def compare(
     for used in candidates:
         shutil.rmtree(used, ignore_errors=True)
     return row
+
+
+def written(config: str, base: Path, experts: Sequence[Path], case: Case) -> int:
+    """Bytes of weights that a merge writes, but for the headers of files."""
+    size = sum(file.stat().st_size for file in base.glob("*.safetensors"))
+    if not of_all_tasks(_config(config)):
+        return size
+    weights = size // DTYPES[case].itemsize
+    return 4 * weights + len(experts) * (weights // 8)
+
+
+def _config(text: str) -> Merging:
+    """The configuration of one of `MERGERS`."""
+    found: Merging = eval(text, vars(mergers), {"names": []})
+    return found
 
 
 def _beside(ours: Cost, command: Cost, theirs: tuple[Cost, Cost] | str) -> dict[str, Any]:
@@ -328,7 +348,7 @@ def _beside(ours: Cost, command: Cost, theirs: tuple[Cost, Cost] | str) -> dict[
 
 def _words(config: str, base: Path, experts: Sequence[Path], threads: int) -> list[str]:
     """merge.py with the options of a merger."""
-    found: Merging = eval(config, vars(mergers))
+    found = _config(config)
     defaults = {field.name: field.default for field in fields(found)}
     given = [(name, value) for name, value in found.settings().items() if isinstance(value, (int, float, str))]
     options = [

@@ -429,7 +429,7 @@ def merge(result: dict[str, Any]) -> str:
         f"{table(more, costs)}\n"
         f"The same in float32, and {result['embedding_experts']} experts of one embedding of {rows_:,} x {columns:,} "
         "in bfloat16, for which mergekit may need more memory than the machine has. CPU time is of all threads, for "
-        "each weight of each expert; copying reads all inputs and writes one output as plain bytes. "
+        "each weight of each expert; copying reads all inputs and writes as many bytes as the merge. "
         f"{_alone(cases)}From `{result['command']}` at commit {result['commit'][:7]} on {result['hardware']}."
         f"{_earlier(result)}{_later(result)}\n"
     )
