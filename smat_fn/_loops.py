@@ -1273,7 +1273,16 @@ def _needed_by(rows, n, ratio, place, out):  # type: ignore[no-untyped-def]
 
 @inner
 def _of_task(rows, n, place, out, sign):  # type: ignore[no-untyped-def]
-    """EMR: the number of the sum's sign farthest from 0, where the row at ``place`` has that sign."""
+    """EMR: `_outermost`, where the row at ``place`` has that sign."""
+    _outermost(rows, n, out, sign)
+    row = rows[place]
+    for j in range(n):
+        out[j] = out[j] if row[j] * sign[j] > 0 else float32(0)
+
+
+@inlined
+def _outermost(rows, n, out, sign):  # type: ignore[no-untyped-def]
+    """The number of the sum's sign farthest from 0, and that sign: 0 counts as −."""
     _total(rows, n, out)
     for j in range(n):
         sign[j] = float32(1) if out[j] > 0 else float32(-1)
@@ -1283,9 +1292,8 @@ def _of_task(rows, n, place, out, sign):  # type: ignore[no-untyped-def]
         for j in range(n):
             value = row[j] * sign[j]
             out[j] = value if value > out[j] else out[j]
-    row = rows[place]
     for j in range(n):
-        out[j] = out[j] * sign[j] if row[j] * sign[j] > 0 else float32(0)
+        out[j] = out[j] * sign[j] + float32(0)  # no −0
 
 
 @inner
@@ -1591,6 +1599,70 @@ def norms_of_task(sources, size, place, sums):  # type: ignore[no-untyped-def]
         after[end - begin :] = 0
         sums[0, 0, block] = _absolute(before, work)
         sums[1, 0, block] = _absolute(after, work)
+
+
+@jit
+def of_all_tasks(sources, size, kind, ratio, vector, masks, sums):  # type: ignore[no-untyped-def]
+    """The vector that all tasks share, and every task's mask.
+
+    Args: sources: as `banded`'s; kind: TALL_MASK, or EMR; ratio: float32, of TALL_MASK; vector: float32 (size,) is
+        written to; masks: uint8 (experts, bytes) are written to, a bit a coordinate, the highest one the first; sums:
+        float64 (2, experts, blocks), of magnitudes of the task vectors and of what their masks leave, as of
+        `absolute_sums`, or none.
+    Returns: the largest magnitude of a difference and of the vector, as bits.
+    """
+    count, summed = len(sources) - 1, sums.shape[2] > 0
+    rows, origin = np.empty((count, 4096), np.float32), np.empty(TILE, np.float32)
+    sign, flags, work = np.empty(4096, np.float32), np.empty(TILE, np.uint8), np.empty(512, np.float64)
+    words, sizes, largest, written = flags.view(np.uint64), np.empty(4096, np.float32), uint32(0), uint32(0)
+    for block in range((size + 4095) // 4096):
+        begin, end = uint64(4096 * block), min(uint64(4096 * (block + 1)), uint64(size))
+        first = begin
+        while first < end:
+            n, at = min(uint64(TILE), end - first), first - begin
+            total, signs = vector[first:], sign[at:]
+            _load(sources, 0, first, n, origin)
+            for i in range(count):
+                largest = max(largest, _delta(sources, i + 1, first, n, origin, rows[i, at:]))
+            if kind == EMR:
+                _outermost(rows[:, at:], n, total, signs)
+            else:
+                _total(rows[:, at:], n, total)
+            for j in range(n):
+                written = max(written, _size(total[j]))
+            for j in range(n, uint64(TILE)):
+                flags[j] = np.uint8(0)
+            for i in range(count):
+                row, mask = rows[i, at:], masks[i, first // uint64(8) :]
+                if kind == EMR:
+                    for j in range(n):
+                        flags[j] = np.uint8(row[j] * signs[j] > 0)
+                else:
+                    for j in range(n):
+                        flags[j] = np.uint8(abs(row[j]) > abs(total[j] - row[j]) * ratio)
+                for word in range((n + uint64(7)) // uint64(8)):  # no two of these products share a bit
+                    mask[word] = np.uint8((words[word] * uint64(0x8040201008040201)) >> uint64(56))
+            first += n
+        if summed:
+            for j in range(end - begin):
+                sizes[j] = abs(vector[begin + j])
+            for i in range(count):
+                row = rows[i]
+                row[end - begin :] = 0  # which no sign agrees with
+                sums[0, i, block] = _absolute(row, work)
+                for k in range(512):  # as `_absolute`
+                    a = _agreed(sizes, row, sign, k) + _agreed(sizes, row, sign, k + 2048)
+                    b = _agreed(sizes, row, sign, k + 512) + _agreed(sizes, row, sign, k + 2560)
+                    c = _agreed(sizes, row, sign, k + 1024) + _agreed(sizes, row, sign, k + 3072)
+                    d = _agreed(sizes, row, sign, k + 1536) + _agreed(sizes, row, sign, k + 3584)
+                    work[k] = (a + c) + (b + d)
+                sums[1, i, block] = _halved(work, 512)
+    return largest, written
+
+
+@inlined
+def _agreed(sizes, row, sign, k):  # type: ignore[no-untyped-def]
+    return float64(sizes[k] if row[k] * sign[k] > 0 else float32(0))
 
 
 @jit

@@ -494,9 +494,9 @@ MUTANTS = [
     ),
     *_of("_loops.py:_shared", ("<= threshold", "< threshold"), ("value * factor", "value")),
     *_of("_loops.py:_needed", ("count[j] >= least", "count[j] > least")),
-    *_of(
-        "_loops.py:_of_task", ("out[j] > 0 else", "out[j] >= 0 else"), ("row[j] * sign[j] > 0", "row[j] * sign[j] >= 0")
-    ),
+    *_of("_loops.py:_of_task", ("row[j] * sign[j] > 0", "row[j] * sign[j] >= 0")),
+    *_of("_loops.py:_outermost", ("out[j] > 0 else", "out[j] >= 0 else"), ("* sign[j] + float32(0)", "* sign[j]")),
+    *_of("_loops.py:of_all_tasks", ("row[end - begin :] = 0", "pass"), ("flags[j] = np.uint8(0)", "pass")),
     *_of("_loops.py:_clamped", ("row[j] > -most else -most", "row[j] > most else -most")),
     *_of("_loops.py:counted", ("several[j] > 1", "several[j] > 0")),
     *_of("_loops.py:norms_of_task", ("after[end - begin :] = 0", "pass")),

@@ -12,7 +12,7 @@ from functools import partial
 from inspect import signature
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, TypeAlias, Unpack
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from .. import checkpoint, errors, tree
 from ..merge.emr import added, magnitudes
 from ..merge.parts import arithmetic
-from ..merge.parts.arithmetic import zeroed
+from ..merge.parts.arithmetic import block_sums, zeroed
 from ..merge.parts.masked import Masked, of_all_tasks
 from ..merge.parts.merger import Merger
 from ..merge.parts.windows import in_order
@@ -32,12 +32,13 @@ from .files import check_unchanged, followed
 from .inputs.diffusion import copied_metadata
 from .inputs.reading import TASKS, Folder, Read, Store, indexed
 from .prepare import SHARD_SIZE, Options, prepare
-from .streaming.chunks import Job, compute_dtype, finite, refuse_values, vectors_of
+from .streaming.chunks import Job, compute_dtype, finite, looped, refuse_values, vectors_of, window_of
 from .streaming.survey import Survey
 from .writing import Shard, Work, layout_together, shard_file, write_chunk
 
 VECTOR = "vector.safetensors"
 INDEX = f"{VECTOR}.index.json"
+_Form: TypeAlias = Callable[[int, int], tuple[Tensor, list[Tensor], list[float]]]
 # options that a folder of several models has no use for
 _OF_A_MODEL = "out_dtype", "device", "config_from", "tokenizer_from", "chat_template", "heads", "into"
 
@@ -186,30 +187,68 @@ def _blocks(job: Job, shard: Shard, descriptor: int) -> Iterator[Callable[[], tu
 
     Vectors lie before all masks, in the order of the tasks (`writing.layout_together`).
     """
-    config = job.config
+
+    def write(path: str, start: int, stop: int, form: _Form) -> tuple[str, list[float], int]:
+        vector, masks, sums = form(start, stop)
+        begin = shard.offsets[f"vector/{path}"] + start * vector.itemsize
+        write_chunk(descriptor, vector, begin)
+        for i, mask in enumerate(masks):
+            write_chunk(descriptor, mask, shard.offsets[f"mask/{i}/{path}"] + start // 8)
+        return path, sums, begin + vector.nbytes
+
+    for path in _paths(shard):
+        check_unchanged(job.seen)  # a mapped file that was cut kills the process when it is read
+        size, form = job.base.leaves[path].numel(), _by_loop(job, path) or _plain(job, path)
+        for start in range(0, size, arithmetic.BLOCK):
+            yield partial(write, path, start, min(start + arithmetic.BLOCK, size), form)
+
+
+def _plain(job: Job, path: str) -> _Form:
+    """A block's vector, packed masks, and `magnitudes` by expert, by torch's operations."""
+    config, dtype = job.config, compute_dtype(job, path)
     assert isinstance(config, Masked)
 
-    def write(path: str, start: int, stop: int, dtype: torch.dtype) -> tuple[str, list[float], int]:
+    def form(start: int, stop: int) -> tuple[Tensor, list[Tensor], list[float]]:
         deltas = list(vectors_of(job, path, start, stop, dtype))
         if not finite(deltas):
             refuse_values(job, path, deltas)
         vector, masks = config.shared(deltas)
         if not tree.is_finite(vector):
-            raise ValueError(f"parameter {path!r}: the merged vector exceeds the range of {dtype}")
-        begin = shard.offsets[f"vector/{path}"] + start * vector.itemsize
-        write_chunk(descriptor, vector, begin)
-        sums: list[float] = []
-        for i, (delta, mask) in enumerate(zip(deltas, masks, strict=True)):
-            packed = torch.from_numpy(np.packbits(mask.numpy()))
-            write_chunk(descriptor, packed, shard.offsets[f"mask/{i}/{path}"] + start // 8)
-            sums += magnitudes(delta, zeroed(vector, mask)) if config.scaled else [0.0, 0.0]
-        return path, sums, begin + vector.nbytes
+            raise _too_large(path, dtype)
+        packed = [torch.from_numpy(np.packbits(mask.numpy())) for mask in masks]
+        if not config.scaled:
+            return vector, packed, [0.0, 0.0] * len(deltas)
+        kept = (magnitudes(delta, zeroed(vector, mask)) for delta, mask in zip(deltas, masks, strict=True))
+        return vector, packed, list(chain.from_iterable(kept))
 
-    for path in _paths(shard):
-        check_unchanged(job.seen)  # a mapped file that was cut kills the process when it is read
-        size, dtype = job.base.leaves[path].numel(), compute_dtype(job, path)
-        for start in range(0, size, arithmetic.BLOCK):
-            yield partial(write, path, start, min(start + arithmetic.BLOCK, size), dtype)
+    return form
+
+
+def _by_loop(job: Job, path: str) -> _Form | None:
+    """`_plain` by a compiled loop, bit-identical; None where none reads the leaf."""
+    config = job.config
+    assert isinstance(config, Masked)
+    loop = config.shared_by_loop() if looped(job, path) else None
+    if loop is None:
+        return None
+    window, nothing = window_of(job, path), torch.empty(0, device="cpu")
+
+    def form(start: int, stop: int) -> tuple[Tensor, list[Tensor], list[float]]:
+        found = loop(window(start, stop, nothing))
+        if not found.finite:
+            refuse_values(job, path, list(vectors_of(job, path, start, stop, torch.float32)))
+        if not found.fits:
+            raise _too_large(path, torch.float32)
+        sums = [0.0, 0.0] * len(found.masks)
+        if config.scaled:
+            sums = [block_sums(torch.from_numpy(own))[0] for both in found.sums.swapaxes(0, 1) for own in both]
+        return found.vector, list(found.masks), sums
+
+    return form
+
+
+def _too_large(path: str, dtype: torch.dtype) -> ValueError:
+    return ValueError(f"parameter {path!r}: the merged vector exceeds the range of {dtype}")
 
 
 def open_several(path: Path) -> Several:

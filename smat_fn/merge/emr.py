@@ -68,7 +68,7 @@ def _shared(deltas: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """τ and its sign s; max_i s Δ_i is never negative, s being the sign of the sum."""
     sign = (add(deltas) > 0).to(deltas[0].dtype).mul_(2).sub_(1)
     largest = reduce(torch.maximum, (delta * sign for delta in deltas))
-    return largest.mul_(sign), sign
+    return largest.mul_(sign).add_(0.0), sign  # no −0
 
 
 def _own(deltas: Sequence[Tensor], place: int) -> Tensor:
@@ -105,6 +105,9 @@ class Emr(Masked):
     def shared(self, deltas: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         vector, sign = _shared(deltas)
         return vector, [delta * sign > 0 for delta in deltas]
+
+    def shared_by_loop(self) -> looped.Shared:
+        return partial(looped.of_all_tasks, kind="EMR", summed=True)
 
     def scale(self, leaves: Iterable[tuple[int, Sequence[float]]]) -> float:
         return scale_from(leaves)

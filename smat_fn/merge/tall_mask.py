@@ -71,5 +71,8 @@ class TallMask(Masked):
         total = add(deltas)
         return total, [needs(delta, total, self.ratio) for delta in deltas]
 
+    def shared_by_loop(self) -> looped.Shared:
+        return partial(looped.of_all_tasks, kind="TALL_MASK", ratio=self.ratio)
+
 
 tall_mask_vector = vector_function(TallMask)

@@ -39,7 +39,7 @@ from smat_fn.config import (
 )
 from smat_fn.folders import merge_folders
 from smat_fn.folders.streaming import chunks, survey
-from smat_fn.merge.parts import looped, merger
+from smat_fn.merge.parts import arithmetic, looped, merger
 from smat_fn.merge.parts import looped_ranks as ranks
 from smat_fn.merge.parts.looped import sources
 from smat_fn.merge.ties import ties_density
@@ -137,6 +137,7 @@ LOOPS = (
     "competing",
     "balanced",
     "fused",
+    "of_all_tasks",
 )
 USED = {
     "ties": {"banded", "votes", "sampled", "between"},
@@ -244,6 +245,27 @@ def test_equal_bits(name, dtypes, grid, calls, folders, tmp_path, monkeypatch):
         folders.assert_same_bits(folders.load(tmp_path / f"{i}"), expected)
     assert calls >= USED.get(name, set()) - (set() if grid else {"nth_equal"})
     assert calls
+
+
+@pytest.mark.parametrize("dtypes", DTYPES)
+@pytest.mark.parametrize("config", [Emr(), TallMask(ratio=0.6, coef=0.7)], ids=lambda config: config.name)
+def test_folders_of_all_tasks_have_the_bytes_of_torch(config, dtypes, calls, folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(arithmetic, "BLOCK", 2 * 4096)
+    base, experts = trees(DTYPES[dtypes], None)
+    own = experts["x"]["large"].dtype  # small, equal, opposite and no changes, zeros of both signs
+    changes = torch.tensor([0.0, -0.0, 1.0, -1.0, 2.0, 1e-30, -1e-30, 3.0]).to(own)
+    base["large"].view(-1)[:4096] = torch.tensor([0.0, -0.0]).to(own).repeat(2048)
+    for i, expert in enumerate(experts.values()):
+        expert["large"].view(-1)[:4096] = changes.roll(i).repeat_interleave(3**i)[:512].repeat(4096)[:4096]
+    paths = folders.save_family(tmp_path, base, experts)
+    with execution.off():
+        merge_folders(config, *paths, tmp_path / "plain", shard_size=100_000)
+    assert not calls
+    merge_folders(config, *paths, tmp_path / "looped", shard_size=100_000, workers=2)
+    assert "of_all_tasks" in calls
+    plain, found = ({file.name: file.read_bytes() for file in (tmp_path / n).iterdir()} for n in ("plain", "looped"))
+    assert plain.keys() == found.keys()
+    assert {name for name in plain if plain[name] != found[name]} <= {"manifest.json"}  # it has the time
 
 
 @pytest.mark.parametrize("split", [0, 1, 2, 1023, 1024, 1025, 3000])

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from smat_fn import execution
 from smat_fn.config import Emr, TallMask
 from smat_fn.folders import merge_folders, multi_task
 from smat_fn.folders.multi_task import open_several, task_params
@@ -155,7 +156,9 @@ def test_refusals(family, folders, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_values_that_are_not_finite_leave_nothing(family, folders, tmp_path):
+@pytest.mark.parametrize("plain", [False, True], ids=["loops", "torch"])
+def test_values_that_are_not_finite_leave_nothing(plain, family, folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(execution, "_off", plain)
     base, experts = family(torch.float32)
     experts["qa"]["matrix"].view(-1)[3] = torch.nan
     paths = folders.save_family(tmp_path, base, experts)

@@ -220,7 +220,7 @@ def aligned(part: Tensor) -> Tensor:
 
 def _by_loop(job: Job, rule: Rule, path: str, loop: Loop) -> Iterator[Callable[[], Written]]:
     leaf, out, read = job.base.leaves[path], target(job, path), Sources(job, path, job.experts)
-    window = _windows(job, path, read)
+    window = window_of(job, path, read)
 
     def merge(start: int, stop: int) -> Written:
         values = job.scratch.take("values", stop - start, out, job.device)
@@ -235,8 +235,10 @@ def _by_loop(job: Job, rule: Rule, path: str, loop: Loop) -> Iterator[Callable[[
     return (partial(merge, *span) for span in spans(leaf, limit, rows=rule.rows))
 
 
-def _windows(job: Job, path: str, read: Sources) -> Callable[[int, int, Tensor], Window]:
+def window_of(job: Job, path: str, read: Sources | None = None) -> Callable[[int, int, Tensor], Window]:
+    """`windows.windows` of a leaf of all experts. Args: read: its `Sources`, if the caller has them."""
     room = partial(job.scratch.take, device=job.device)
+    read = Sources(job, path, job.experts) if read is None else read
     return windows(read, job.key, job.experts, path, job.coefs.get(path, 1.0), room)
 
 
@@ -246,7 +248,7 @@ def each_window(
     """`windows.each_window` of a leaf."""
     read = Sources(job, path, job.experts)
     sizes = job.base.leaves[path], read.span, job.chunk // len(job.experts)
-    return each_of(_windows(job, path, read), function, *sizes, rows=rows)
+    return each_of(window_of(job, path, read), function, *sizes, rows=rows)
 
 
 def _of_rows(job: Job) -> int:

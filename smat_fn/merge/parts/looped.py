@@ -261,6 +261,30 @@ def norms_of_task(window: Window, place: int) -> Any:
     return sums
 
 
+class Tasks(NamedTuple):
+    """Results of `of_all_tasks` for a window; their memory is taken again by the thread's next window."""
+
+    vector: Tensor  # float32, that all tasks share
+    masks: Tensor  # uint8 (experts, bytes), as numpy packs them
+    sums: Any  # as of `norms_of_task`, of all experts: (2, experts, blocks); of no blocks where not asked for
+    finite: bool  # all differences are
+    fits: bool  # the vector is finite
+
+
+def of_all_tasks(window: Window, kind: str, ratio: float = 0.0, *, summed: bool = False) -> Tasks:
+    """One vector for all tasks, and their masks. Args: window: from a multiple of `NORMED` on."""
+    count, size = len(window.read) - 1, window.size
+    vector = window.room("vector", size, torch.float32)
+    masks = window.room("masks", count * -(-size // 8), torch.uint8).view(count, -1)
+    sums = numpy.empty((2, count, -(-size // NORMED) if summed else 0))
+    numbers = getattr(window.loops, kind), numpy.float32(ratio)
+    largest, written = window.loops.of_all_tasks(window.read, size, *numbers, array(vector), masks.numpy(), sums)
+    return Tasks(vector, masks, sums, largest < INFINITE, written < INFINITE)
+
+
+Shared: TypeAlias = Callable[[Window], Tasks]
+
+
 def votes(loops: ModuleType, read: Any, start: int, size: int, bands: Sequence[Band]) -> int:
     """The sum of the signs of the sums that `ByMagnitude` elects by; arguments as `Window`'s."""
     return int(loops.votes(read, start, size, *_limits(bands)))

@@ -6,6 +6,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from . import arithmetic
+from .looped import Shared
 from .merger import UNKNOWN, Mapped, Merger
 
 
@@ -26,6 +27,10 @@ class Masked(Merger):
     def shared(self, deltas: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """τ of a block, and the mask of every task."""
         raise NotImplementedError
+
+    def shared_by_loop(self) -> Shared | None:
+        """The same of a window by a compiled loop, with the sums that `scale` takes; None: there is none."""
+        return None
 
     def scale(self, leaves: Iterable[tuple[int, Sequence[float]]]) -> float:
         """λ_t, from the size of every leaf and the sums of |Δ_t| and of |m_t ⊙ τ| in it."""
