@@ -906,6 +906,13 @@ def _sizes(sources, first, n, origin, out):  # type: ignore[no-untyped-def]
     return largest
 
 
+@inlined
+def _place(run, step):  # type: ignore[no-untyped-def]
+    """Where a run of a sample begins, among all coordinates."""
+    drawn = (uint64(run) * uint64(0x9E3779B97F4A7C15)) >> _HALF
+    return run * step + int64((drawn * uint64(step - RUN)) >> _HALF)
+
+
 @jit
 def sampled(sources, size, offset, step, out):  # type: ignore[no-untyped-def]
     """Magnitudes of a task vector: RUN neighbours, at a random place among every ``step`` coordinates.
@@ -915,8 +922,7 @@ def sampled(sources, size, offset, step, out):  # type: ignore[no-untyped-def]
     """
     origin, found, end = np.empty(RUN, np.float32), 0, offset + size
     for run in range(offset // step, (end + step - 1) // step):
-        drawn = (uint64(run) * uint64(0x9E3779B97F4A7C15)) >> _HALF
-        first = run * step + int64((drawn * uint64(step - RUN)) >> _HALF) - offset
+        first = _place(run, step) - offset
         if 0 <= first <= size - RUN:
             _sizes(sources, uint64(first), uint64(RUN), origin, out[found])
             found += 1
@@ -1893,6 +1899,16 @@ def _bound(least, last, place, n):  # type: ignore[no-untyped-def]
     return uint32(least + uint32(1)), n
 
 
+@inlined
+def _varied(sources, first, n, weights, origin, rows, mean, out):  # type: ignore[no-untyped-def]
+    """`_spread` of weighted task vectors. Args: origin, rows, mean: are written to."""
+    _load(sources, 0, first, n, origin)
+    for i in range(len(rows)):
+        _delta(sources, i + 1, first, n, origin, rows[i])
+        _times(rows[i], n, weights[i])
+    _spread(rows, n, mean, out)
+
+
 @jit
 def variances(sources, size, weights, out):  # type: ignore[no-untyped-def]
     """Variances over the task vectors times their number. Args: weights: of the vectors; out: float32 (size,)."""
@@ -1901,12 +1917,63 @@ def variances(sources, size, weights, out):  # type: ignore[no-untyped-def]
     first, end = uint64(0), uint64(size)
     while first < end:
         n = min(uint64(TILE), end - first)
-        _load(sources, 0, first, n, origin)
-        for i in range(count):
-            _delta(sources, i + 1, first, n, origin, rows[i])
-            _times(rows[i], n, weights[i])
-        _spread(rows, n, mean, out[first:])
+        _varied(sources, first, n, weights, origin, rows, mean, out[first:])
         first += n
+
+
+@jit
+def sampled_variances(sources, size, weights, offset, step, out):  # type: ignore[no-untyped-def]
+    """The bits of `variances`, of a sample as of `sampled`. Args: weights: as `variances`'; others as `sampled`'s."""
+    rows, mean = np.empty((len(sources) - 1, RUN), np.float32), np.empty(RUN, np.float32)
+    origin, spread, found, end = np.empty(RUN, np.float32), np.empty(RUN, np.float32), 0, offset + size
+    for run in range(offset // step, (end + step - 1) // step):
+        first = _place(run, step) - offset
+        if 0 <= first <= size - RUN:
+            _varied(sources, uint64(first), uint64(RUN), weights, origin, rows, mean, spread)
+            for j in range(RUN):
+                out[found, j] = _size(spread[j])
+            found += 1
+    return found
+
+
+@jit
+def variances_between(sources, size, weights, low, high, hits):  # type: ignore[no-untyped-def]
+    """`between` of `variances`, as bits. Returns: how many are below low, equal to low, found, equal to high, and 0."""
+    rows, origin = np.empty((len(sources) - 1, TILE), np.float32), np.empty(TILE, np.float32)
+    mean, spread = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    sizes, flags = np.empty(TILE, np.uint32), np.empty(COLUMNS, np.uint32)
+    below, at_low, found, at_high, none = int64(0), int64(0), uint64(0), int64(0), int64(0)
+    first, end = uint64(0), uint64(size)
+    while first < end:
+        n, zeros = min(uint64(TILE), end - first), uint32(0)
+        _varied(sources, first, n, weights, origin, rows, mean, spread)
+        for j in range(n):
+            sizes[j] = _size(spread[j])
+            zeros = uint32(zeros + uint32(sizes[j] == uint32(0)))
+        under, lows, highs, found = _found(sizes, n, low, high, flags, hits, found)
+        below, at_low, at_high, none = below + under, at_low + lows, at_high + highs, none + int64(zeros)
+        first += n
+    return below, at_low, found, at_high, none
+
+
+@jit
+def nth_equal_variance(sources, size, weights, wanted, left):  # type: ignore[no-untyped-def]
+    """The position of the ``left``-th (from 1) of the `variances` whose bits are ``wanted``, or -1."""
+    rows, origin = np.empty((len(sources) - 1, TILE), np.float32), np.empty(TILE, np.float32)
+    mean, spread = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    first, end = uint64(0), uint64(size)
+    while first < end:
+        n, found = min(uint64(TILE), end - first), uint32(0)
+        _varied(sources, first, n, weights, origin, rows, mean, spread)
+        for j in range(n):
+            found = uint32(found + uint32(_size(spread[j]) == wanted))
+        for j in range(n if int64(found) >= left else uint64(0)):
+            left -= int64(_size(spread[j]) == wanted)
+            if left == 0:
+                return int64(first + j)
+        left -= int64(found)
+        first += n
+    return -1
 
 
 @jit
@@ -1951,6 +2018,7 @@ def varying(sources, start, size, weights, shares, least, last, floor, coef, tar
     rows, origin, merged = np.empty((count, TILE), np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     spread, sign, share = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     change, error, sums = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.zeros((2, 64))
+    places = np.empty(TILE + 1, np.uint16)
     largest, written, first, end = uint32(0), uint32(0), uint64(0), uint64(size)
     while first < end:
         bound, n = _bound(least, last, uint64(start) + first, min(uint64(TILE), end - first))
@@ -1959,9 +2027,24 @@ def varying(sources, start, size, weights, shares, least, last, floor, coef, tar
             largest = max(largest, _delta(sources, i + 1, first, n, origin, rows[i]))
             _times(rows[i], n, weights[i])
         _spread(rows, n, merged, spread)
-        _erased(rows, n, shares, floor, merged, sign, share)
+        some = uint64(0)
         for j in range(n):
-            merged[j] = merged[j] if _size(spread[j]) >= bound else float32(0)
+            places[some] = j
+            some += uint64(_size(spread[j]) >= bound)
+        if 4 * some < n:  # few: they are merged side by side
+            for i in range(count):
+                row = rows[i]
+                for k in range(some):
+                    row[k] = row[places[k]]
+            _erased(rows, some, shares, floor, spread, sign, share)
+            for j in range(n):
+                merged[j] = float32(0)
+            for k in range(some):
+                merged[places[k]] = spread[k]
+        else:
+            _erased(rows, n, shares, floor, merged, sign, share)
+            for j in range(n):
+                merged[j] = merged[j] if _size(spread[j]) >= bound else float32(0)
         written = max(written, _finish(merged, n, origin, coef, target, first, change, error, sums))
         first += n
     return sums[0].sum(), sums[1].sum(), largest, written

@@ -740,8 +740,15 @@ MUTANTS = [
         ("below.clamp_(min=LEAST)", "1"),
         ("total >= floor", "total < floor"),
         ("ranks.above(_variance(deltas), *limit, start)", "~ranks.above(_variance(deltas), *limit, start)"),
-        ("size - found.below - found.equal", "size - found.below"),
     ),
+    *_of("merge/sce.py:limit_of", ("size - found.below - found.equal", "size - found.below")),
+    *_of(
+        "merge/sce.py:limit_by_loops",
+        ("size - found.below - found.equal", "size - found.below"),
+        ("wanted -= number", "pass"),
+    ),
+    *_of("_loops.py:variances_between", ("none + int64(zeros)", "none")),
+    *_of("_loops.py:nth_equal_variance", ("left -= int64(found)", "pass")),
     *_of(
         "merge/arcee_fusion.py",
         ("second + 1.5 * (third - first)", "second + 0.5 * (third - first)"),

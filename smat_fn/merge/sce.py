@@ -6,21 +6,23 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
+import numpy
 import torch
 from torch import Tensor
 
-from .. import execution
 from ..types import Params
 from .parts import looped, ranks
 from .parts.arithmetic import BLOCK, add, block_sums, blocks_memory, divided, elected, gram_memory, plain_sum, squares
 from .parts.chunks import Fuse
 from .parts.inputs import Experts
+from .parts.looped_ranks import Counts, bracket, order
 from .parts.merger import Mapped, Rule, merged, vector_function
 from .parts.per_expert import Numbers, Weighted
-from .parts.sampled import order_of, step_of
+from .parts.sampled import step_of
 
 Value = TypeVar("Value")
 LEAST = 1e-6  # of the weights that a coordinate is divided by
+HITS = 1 << 22  # variances between two others that are kept, at most
 
 
 def sce(
@@ -71,10 +73,10 @@ class Each(Protocol):
     def __call__(self, function: Callable[[Tensor], Value], /) -> Iterable[Value]: ...
 
 
-def limit_of(each: Each, size: int, density: float, *, held: bool, by_loops: bool = False) -> Limit:
+def limit_of(each: Each, size: int, density: float, *, held: bool) -> Limit:
     """The limit of a leaf, whose variances are computed three or four times.
 
-    Args: size: of the leaf; held: keep them in memory instead; by_loops: compiled loops find it.
+    Args: size: of the leaf; held: keep them in memory instead.
     """
 
     def scan() -> Iterable[Tensor]:
@@ -82,19 +84,74 @@ def limit_of(each: Each, size: int, density: float, *, held: bool, by_loops: boo
 
     step = 1 if held else step_of(size)
     varying, parts = zip(*each(lambda part: (part.count_nonzero(), part[::step].clone())), strict=True)
-    sample, number = torch.cat(parts), add(varying).cpu().float()
-    if not (count := int(number * density)):
+    sample = torch.cat(parts)
+    if not (count := _count(int(add(varying)), density)):
         return Limit((1 << (8 * sample.itemsize - 1)) - 1, -1)
     if len(sample) == size:
         order, last = ranks.largest(sample, count)
         return Limit(order.bits, last)
-    found, loops = None, execution.loops() if by_loops else None
-    if loops is not None:
-        found = order_of(lambda counter: each(lambda part: counter(part[None])), size - count, size, sample, loops)
-    if found is None:
-        found, _ = ranks.select(scan, size - count + 1, sample.dtype)
+    found, _ = ranks.select(scan, size - count + 1, sample.dtype)
     wanted = count - (size - found.below - found.equal)  # of the equal ones
     return Limit(found.bits, size - 1 if wanted == found.equal else ranks.position(scan, found.bits, wanted))
+
+
+def _count(varying: int, density: float) -> int:
+    """How many of so many variances above 0 stay: the product is rounded to float32."""
+    return int(torch.tensor(varying, device="cpu").float() * density)
+
+
+class Windows(Protocol):
+    """Calls a function on the windows of a leaf that compiled loops read, in their order."""
+
+    def __call__(self, function: Callable[[looped.Window], Value], /) -> Iterable[Value]: ...
+
+
+class Between(NamedTuple):
+    """The variances of a window beside a bracket."""
+
+    start: int  # of the window
+    counts: Counts
+    none: int  # how many are 0
+
+
+def limit_by_loops(windows: Windows, size: int, density: float) -> Limit | None:
+    """`limit_of` by one pass over the leaf; None where a sample of the variances misleads."""
+
+    def between(window: looped.Window) -> Between:
+        (*counts, none), hits = looped.variances_between(window, *limits)
+        return Between(window.start, Counts._make([*counts, hits]), none)
+
+    def equal(counts: Counts) -> int:
+        """How many are equal to the least one that stays."""
+        numbers = {limits.low: counts.at_low, limits.high: counts.at_high}
+        return numbers[bits] if bits in numbers else int(numpy.count_nonzero(counts.hits == bits))
+
+    def position(window: looped.Window) -> int:
+        """The position of the last of the equal ones that stay, if it is in this window."""
+        return looped.nth_equal_variance(window, bits, wanted) if window.start == last.start else -1
+
+    step, every, inside = int(16 * size ** (1 / 3)), list[Between](), 0
+    sample = numpy.concatenate(list(windows(lambda window: looped.sampled_variances(window, step))))
+    varying = numpy.count_nonzero(sample) / max(sample.size, 1)
+    limits = bracket(sample, 1 - density * varying)
+    for own in windows(between):
+        inside += own.counts.inside
+        every.append(own if inside <= HITS else own._replace(counts=own.counts._replace(hits=own.counts.hits[:0])))
+    if not (count := _count(size - sum(own.none for own in every), density)):
+        return Limit(looped.INFINITE - 1, -1)
+    total = [sum(numbers) for numbers in zip(*(own.counts[:4] for own in every), strict=True)]
+    hits = numpy.concatenate([own.counts.hits for own in every])
+    found = order(Counts._make([*total, hits]), limits, size - count + 1)
+    if found is None:
+        return None
+    bits, wanted = found.bits, count - (size - found.below - found.equal)  # of the equal ones
+    if wanted == found.equal:
+        return Limit(bits, size - 1)
+    for last in every:
+        if wanted <= (number := equal(last.counts)):
+            break
+        wanted -= number
+    return Limit(bits, max(windows(position)))
 
 
 def kept(deltas: Sequence[Tensor], start: int, limit: Limit) -> list[Tensor]:
@@ -182,16 +239,18 @@ class Sce(Weighted):
             def each(function: Callable[[Tensor], Value]) -> Iterator[Value]:
                 return windows(lambda window: function(looped.variances(window)))
 
-            limit = self._limit(leaves, path, each, by_loops=True)
+            size = leaves.shape(path).numel()
+            limit = limit_by_loops(windows, size, self.density) if size > BLOCK else None
+            limit = limit or self._limit(leaves, path, each)
             sums = looped.joined(windows(lambda window: looped.varying_squares(window, *limit)))
             some = shares(path, [plain_sum(block_sums(own)) for own in torch.from_numpy(sums)])
             return partial(looped.varying, shares=some, bits=limit.bits, last=limit.last, floor=LEAST)
 
         return Rule(fuse, loop=loop)
 
-    def _limit(self, leaves: Mapped, path: str, each: Each, *, by_loops: bool = False) -> Limit:
+    def _limit(self, leaves: Mapped, path: str, each: Each) -> Limit:
         size = leaves.shape(path).numel()
-        return limit_of(each, size, self.density, held=leaves.device.type != "cpu" or size <= BLOCK, by_loops=by_loops)
+        return limit_of(each, size, self.density, held=leaves.device.type != "cpu" or size <= BLOCK)
 
     def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
         return blocks_memory(leaves, experts) if self.density < 1 else gram_memory(leaves, experts)

@@ -129,6 +129,8 @@ LOOPS = (
     "norms",
     "norms_of_task",
     "variances",
+    "sampled_variances",
+    "variances_between",
     "varying_squares",
     "varying",
     "absolute_sums",

@@ -15,6 +15,7 @@ import torch
 from smat_fn import config as of
 from smat_fn import execution, merge, random
 from smat_fn.merge.parts import looped_ranks, merger, ranks, sampled, windows
+from smat_fn.merge.parts.looped import sources
 from smat_fn.merge.ties import votes_by_loops
 
 KEY = random.key(7)
@@ -171,24 +172,64 @@ def test_equal_bits(name, threads, calls, monkeypatch):
 
 @pytest.mark.parametrize("by_loops", [False, True], ids=["torch", "loops"])
 @pytest.mark.parametrize("grid", [0.25, None])
-def test_variances_are_ranked_without_being_held(grid, by_loops, monkeypatch):
+def test_variances_are_ranked_without_being_held(grid, by_loops, loops_called, monkeypatch):
     base, experts = trees("", grid)
     wanted = merged("sce of some", base, experts)
     sce, scans = sys.modules["smat_fn.merge.sce"], []
     monkeypatch.setattr(sce, "BLOCK", 16)
     monkeypatch.setattr(sce.ranks, "position", lambda *args, own=ranks.position: scans.append(args) or own(*args))
+    monkeypatch.setattr(windows.InPlace, "span", 1 << 12)
+    of_loops = ["sampled_variances", "variances_between", *["nth_equal_variance"] * bool(grid)]
+    called = loops_called(of_loops)
     with nullcontext() if by_loops else execution.off():
         for found, expected in zip(merged("sce of some", base, experts), wanted, strict=True):
             same(found, expected)
-    assert scans  # equal ones, of which some stay
+    assert called == (set(of_loops) if by_loops else set())
+    assert scans or by_loops  # equal ones, of which some stay
+
+
+@pytest.mark.parametrize("dtype", [F, B, H])
+@pytest.mark.parametrize("size", [1, 16, 1023, 1025, 5000])
+def test_variances_are_counted_sampled_and_found(size, dtype):
+    """Of weighted vectors, as by torch."""
+    loops, weights = execution.loops(), numpy.array([1.0, -0.5, 0.0, 2.0], "f4")
+    base, *experts = ((torch.randn(5, size) * 4).round() / 4).to(dtype)
+    deltas = [(expert.float() - base.float()) * float(w) for expert, w in zip(experts, weights, strict=True)]
+    values = sys.modules["smat_fn.merge.sce"]._variance(deltas).numpy().view("u4")
+    where = sources([base, *experts]), size, weights
+    every = numpy.unique(values)
+    for low, high in [(0, 1), (0, 0xFFFFFFFF), (values.max(), 0xFFFFFFFF), *islice(pairwise(every), 40)]:
+        room = numpy.empty(size + 1, "u4")
+        found = loops.variances_between(*where, numpy.uint32(low), numpy.uint32(high), room)
+        inside = values[(values > low) & (values < high)]
+        wanted = [(values < low).sum(), (values == low).sum(), len(inside), (values == high).sum(), (values == 0).sum()]
+        assert list(found) == wanted
+        assert numpy.array_equal(numpy.sort(room[: len(inside)]), numpy.sort(inside))
+    for bits in every[:40]:
+        places = numpy.flatnonzero(values == bits)
+        for count, place in enumerate(places[:3], 1):
+            assert loops.nth_equal_variance(*where, numpy.uint32(bits), count) == place
+        assert loops.nth_equal_variance(*where, numpy.uint32(bits), len(places) + 1) == -1
+    out = numpy.empty((size // 100 + 2, loops.RUN), "u4")
+    runs = out[: loops.sampled_variances(*where, 0, 100, out)]
+    assert len(runs) == sum(place <= size - loops.RUN for place in _places(loops, size, 100))
+    for run, place in zip(runs, _places(loops, size, 100), strict=False):
+        assert numpy.array_equal(run, values[place : place + loops.RUN])
+
+
+def _places(loops, size, step):
+    """Where runs of a sample begin: those of magnitudes, of numbers that are their own positions."""
+    out = numpy.empty((size // step + 2, loops.RUN), "u4")
+    base, positions = torch.zeros(-(-size // step) * step), torch.arange(float(-(-size // step) * step))
+    found = loops.sampled(sources([base, positions]), len(positions), 0, step, out)
+    return out[:found, 0].view("f4").astype(int).tolist()
 
 
 def test_variances_whose_sample_misleads_are_counted(monkeypatch):
     base, experts = trees("", None)
     wanted = merged("sce of some", base, experts)
     monkeypatch.setattr(sys.modules["smat_fn.merge.sce"], "BLOCK", 16)
-    monkeypatch.setattr(sampled, "bracket", lambda *_: looped_ranks.Bracket(0, 1))
-    monkeypatch.setattr(looped_ranks, "SMALL", 1 << 12)
+    monkeypatch.setattr(sys.modules["smat_fn.merge.sce"], "bracket", lambda *_: looped_ranks.Bracket(0, 1))
     counted = []
     monkeypatch.setattr(ranks, "select", lambda *args, own=ranks.select: counted.append(args) or own(*args))
     for found, expected in zip(merged("sce of some", base, experts), wanted, strict=True):

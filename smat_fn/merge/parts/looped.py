@@ -228,6 +228,30 @@ def variances(window: Window) -> Tensor:
     return out.abs_()  # a NaN may have a sign
 
 
+def sampled_variances(window: Window, step: int) -> Any:
+    """The bits of some `variances`: runs of neighbours, one in every ``step`` coordinates of the leaf."""
+    out = numpy.empty((window.size // step + 2, window.loops.RUN), numpy.uint32)  # a window may cut two steps
+    found = window.loops.sampled_variances(window.read, window.size, _weights(window), window.start, step, out)
+    return out[:found]
+
+
+def variances_between(window: Window, low: int, high: int) -> tuple[list[int], Any]:
+    """How many `variances` are below low, equal to low, between both, equal to high, and 0; those between both.
+
+    Args: low, high: bits, low < high. Returns: of those between both the bits, uint32.
+    """
+    room = array(window.room("hits", window.size + 1, torch.int32)).view(numpy.uint32)
+    where = window.read, window.size, _weights(window), numpy.uint32(low), numpy.uint32(high), room
+    counts = list(map(int, window.loops.variances_between(*where)))
+    return counts, room[: counts[2]].copy()
+
+
+def nth_equal_variance(window: Window, bits: int, count: int) -> int:
+    """The position in the leaf of the ``count``-th (from 1) of the window's `variances` of these bits."""
+    where = window.read, window.size, _weights(window)
+    return window.start + int(window.loops.nth_equal_variance(*where, numpy.uint32(bits), count))
+
+
 def varying_squares(window: Window, bits: int, last: int) -> Any:
     """Squared norms, by blocks of `NORMED`, of the coordinates that `varying` keeps: (experts, blocks).
 

@@ -99,17 +99,6 @@ def ordered(over: Callable[[Counter], Iterable[Any]], ranks: Sequence[int], size
     return list(torch.from_numpy(from_keys([each.bits for each in found])).view(-1, len(ranks)).double().T[..., None])
 
 
-def order_of(
-    over: Callable[[Counter], Iterable[Any]], rank: int, size: int, sample: Tensor, loops: ModuleType
-) -> Order | None:
-    """The number of a rank, from 0, of one row of float32 numbers of at least 0; None where the sample misleads.
-
-    Args: as of `ordered`.
-    """
-    found = _by_loops(loops, over, [rank], size, sample[None])
-    return None if found is None else found[0]._replace(bits=int(from_keys(found[0].bits).view(numpy.int32)))
-
-
 def _by_digits(over: Callable[[Counter], Iterable[Any]], ranks: Sequence[int], like: Tensor) -> list[Tensor]:
     def tensors(count: Callable[[Tensor], Any]) -> Iterable[Any]:
         return over(lambda block: count(block if isinstance(block, Tensor) else torch.atleast_2d(block.numbers())))
