@@ -1608,16 +1608,16 @@ def norms_of_task(sources, size, place, sums):  # type: ignore[no-untyped-def]
 
 
 @jit
-def of_all_tasks(sources, size, kind, ratio, vector, masks, sums):  # type: ignore[no-untyped-def]
-    """The vector that all tasks share, and every task's mask.
+def of_all_tasks(sources, size, kind, ratio, vector, masks, out):  # type: ignore[no-untyped-def]
+    """The vector that all tasks share, and every task's mask, of at most 64 blocks of 4096.
 
     Args: sources: as `banded`'s; kind: TALL_MASK, or EMR; ratio: float32, of TALL_MASK; vector: float32 (size,) is
-        written to; masks: uint8 (experts, bytes) are written to, a bit a coordinate, the highest one the first; sums:
-        float64 (2, experts, blocks), of magnitudes of the task vectors and of what their masks leave, as of
-        `absolute_sums`, or none.
+        written to; masks: uint8 (experts, bytes) are written to, a bit a coordinate, the highest one the first; out:
+        float64 (experts, 2), sums of magnitudes of the task vectors and of what their masks leave, the `absolute_sums`
+        added by halves, or none.
     Returns: the largest magnitude of a difference and of the vector, as bits.
     """
-    count, summed = len(sources) - 1, sums.shape[2] > 0
+    count, sums = len(sources) - 1, np.zeros((len(out), 2, 64))
     rows, origin = np.empty((count, 4096), np.float32), np.empty(TILE, np.float32)
     sign, flags, work = np.empty(4096, np.float32), np.empty(TILE, np.uint8), np.empty(512, np.float64)
     words, sizes, largest, written = flags.view(np.uint64), np.empty(4096, np.float32), uint32(0), uint32(0)
@@ -1649,20 +1649,23 @@ def of_all_tasks(sources, size, kind, ratio, vector, masks, sums):  # type: igno
                 for word in range((n + uint64(7)) // uint64(8)):  # no two of these products share a bit
                     mask[word] = np.uint8((words[word] * uint64(0x8040201008040201)) >> uint64(56))
             first += n
-        if summed:
+        if len(out):
             for j in range(end - begin):
                 sizes[j] = abs(vector[begin + j])
             for i in range(count):
                 row = rows[i]
                 row[end - begin :] = 0  # which no sign agrees with
-                sums[0, i, block] = _absolute(row, work)
+                sums[i, 0, block] = _absolute(row, work)
                 for k in range(512):  # as `_absolute`
                     a = _agreed(sizes, row, sign, k) + _agreed(sizes, row, sign, k + 2048)
                     b = _agreed(sizes, row, sign, k + 512) + _agreed(sizes, row, sign, k + 2560)
                     c = _agreed(sizes, row, sign, k + 1024) + _agreed(sizes, row, sign, k + 3072)
                     d = _agreed(sizes, row, sign, k + 1536) + _agreed(sizes, row, sign, k + 3584)
                     work[k] = (a + c) + (b + d)
-                sums[1, i, block] = _halved(work, 512)
+                sums[i, 1, block] = _halved(work, 512)
+    for i in range(len(out)):
+        for k in range(2):
+            out[i, k] = _halved(sums[i, k], 64)
     return largest, written
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from .. import checkpoint, errors, tree
 from ..merge.emr import added, magnitudes
 from ..merge.parts import arithmetic
-from ..merge.parts.arithmetic import block_sums, zeroed
+from ..merge.parts.arithmetic import zeroed
 from ..merge.parts.masked import Masked, of_all_tasks
 from ..merge.parts.merger import Merger
 from ..merge.parts.windows import in_order
@@ -239,10 +239,7 @@ def _by_loop(job: Job, path: str) -> _Form | None:
             refuse_values(job, path, list(vectors_of(job, path, start, stop, torch.float32)))
         if not found.fits:
             raise _too_large(path, torch.float32)
-        sums = [0.0, 0.0] * len(found.masks)
-        if config.scaled:
-            sums = [block_sums(torch.from_numpy(own))[0] for both in found.sums.swapaxes(0, 1) for own in both]
-        return found.vector, list(found.masks), sums
+        return found.vector, list(found.masks), found.sums
 
     return form
 

@@ -290,20 +290,20 @@ class Tasks(NamedTuple):
 
     vector: Tensor  # float32, that all tasks share
     masks: Tensor  # uint8 (experts, bytes), as numpy packs them
-    sums: Any  # as of `norms_of_task`, of all experts: (2, experts, blocks); of no blocks where not asked for
+    sums: list[float]  # by expert, of magnitudes of its task vector and of what its mask leaves; 0 where not asked for
     finite: bool  # all differences are
     fits: bool  # the vector is finite
 
 
 def of_all_tasks(window: Window, kind: str, ratio: float = 0.0, *, summed: bool = False) -> Tasks:
-    """One vector for all tasks, and their masks. Args: window: from a multiple of `NORMED` on."""
+    """One vector for all tasks, and their masks. Args: window: of at most 64 blocks of `NORMED`."""
     count, size = len(window.read) - 1, window.size
     vector = window.room("vector", size, torch.float32)
     masks = window.room("masks", count * -(-size // 8), torch.uint8).view(count, -1)
-    sums = numpy.empty((2, count, -(-size // NORMED) if summed else 0))
+    sums = numpy.empty((count * summed, 2))
     numbers = getattr(window.loops, kind), numpy.float32(ratio)
     largest, written = window.loops.of_all_tasks(window.read, size, *numbers, array(vector), masks.numpy(), sums)
-    return Tasks(vector, masks, sums, largest < INFINITE, written < INFINITE)
+    return Tasks(vector, masks, sums.ravel().tolist() or [0.0] * (2 * count), largest < INFINITE, written < INFINITE)
 
 
 Shared: TypeAlias = Callable[[Window], Tasks]
