@@ -178,6 +178,7 @@ def test_variances_are_ranked_without_being_held(grid, by_loops, loops_called, m
     sce, scans = sys.modules["smat_fn.merge.sce"], []
     monkeypatch.setattr(sce, "BLOCK", 16)
     monkeypatch.setattr(sce.ranks, "position", lambda *args, own=ranks.position: scans.append(args) or own(*args))
+    monkeypatch.setattr(merger.arithmetic, "BLOCK", 1 << 12)
     monkeypatch.setattr(windows.InPlace, "span", 1 << 12)
     of_loops = ["sampled_variances", "variances_between", *["nth_equal_variance"] * bool(grid)]
     called = loops_called(of_loops)
@@ -186,6 +187,18 @@ def test_variances_are_ranked_without_being_held(grid, by_loops, loops_called, m
             same(found, expected)
     assert called == (set(of_loops) if by_loops else set())
     assert scans or by_loops  # equal ones, of which some stay
+
+
+@pytest.mark.parametrize("by_loops", [False, True], ids=["torch", "loops"])
+def test_equal_variances_stay_up_to_a_position_in_any_window(by_loops, monkeypatch):
+    monkeypatch.setattr(sys.modules["smat_fn.merge.sce"], "BLOCK", 16)
+    monkeypatch.setattr(merger.arithmetic, "BLOCK", 1 << 12)
+    monkeypatch.setattr(windows.InPlace, "span", 1 << 12)
+    size = (1 << 15) + 5  # more than are ranked as a whole
+    base, change = torch.zeros(size), torch.arange(size).remainder(2).mul(2.0).sub(1)
+    with nullcontext() if by_loops else execution.off():
+        found = merge.sce({"w": base}, {"x": {"w": change}, "y": {"w": 3 * change}}, density=0.5)["w"]
+    assert torch.equal(found != 0, torch.arange(size) < size // 2)
 
 
 @pytest.mark.parametrize("dtype", [F, B, H])
