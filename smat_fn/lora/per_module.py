@@ -228,7 +228,7 @@ def _forming(module: nn.Module, weights: _Weights, loss: ModuleLoss) -> Iterator
                 handles.append(owner.register_forward_pre_hook(layer.enter, prepend=True))
                 handles.append(owner.register_forward_hook(layer.leave, with_kwargs=True, always_call=True))
         for part in module.modules() if shards else ():
-            if hasattr(part, "unshard"):  # both after FSDP2's own hooks, which gather and shard again
+            if _gathers(part):  # both after FSDP2's own hooks, which gather and shard again
                 hide = _hiding(part, layers)
                 handles += [part.register_forward_pre_hook(hide), part.register_forward_hook(hide)]
         keeping = nullcontext() if plain else torch.autograd.graph.saved_tensors_hooks(alive.pack, alive.unpack)
@@ -252,7 +252,12 @@ def shard_problems(lora: Lora) -> list[str]:
 
 
 def _sharded(module: nn.Module) -> bool:
-    return any(hasattr(p, "to_local") for p in module.parameters())
+    return any(map(_gathers, module.modules()))
+
+
+def _gathers(part: nn.Module) -> bool:
+    """Whether FSDP2 shards a module, whose weights may be gathered now."""
+    return hasattr(part, "unshard")
 
 
 def _hiding(part: nn.Module, layers: Sequence[tuple[nn.Module, "_Layer"]]) -> Callable[..., None]:

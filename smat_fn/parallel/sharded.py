@@ -217,10 +217,7 @@ class _ShardedLoss(WrappedLoss):
         self, leaves: Mapping[str, Tensor], run: Callable[[nn.Module], tuple[Tensor, Aux]]
     ) -> tuple[tuple[Tensor, Aux], Sequence[Tensor]]:
         """The loss averaged over processes, aux of this one, and the shards of the mean gradients."""
-        if self._failed:
-            raise ValueError(
-                "a pass before ended in an exception, from which FSDP2 recovers from torch 2.13 on: begin with init"
-            )
+        _check_recovered(self._failed, "init")
         with on_shards(None), self._holding(leaves), self.running(), _naming_shards():
             loss, aux = run(self.module)
             tree.check_differentiable(loss)
@@ -242,13 +239,25 @@ class _ShardedLoss(WrappedLoss):
         try:
             yield
         except BaseException:
-            restart(self.module)
-            self._failed = not hasattr(self.module, "reset_iter_state")
+            self._failed = not _recovered(self.module)
             self.module.zero_grad()  # of the blocks that were done: the next would be added to them
             raise
         finally:
             reshard(self.module)
             _swap(others)
+
+
+def _recovered(module: Any) -> bool:
+    """Shard again after a pass that ended in an exception. Returns: whether another one can follow it."""
+    restart(module)
+    return hasattr(module, "reset_iter_state")
+
+
+def _check_recovered(failed: bool, way: str) -> None:
+    if failed:
+        raise ValueError(
+            f"a pass before ended in an exception, from which FSDP2 recovers from torch 2.13 on: begin with {way}"
+        )
 
 
 @contextmanager
@@ -279,17 +288,27 @@ class _FrozenShards(WrappedLoss):
 
     def __init__(self, inner: ModuleLoss, module: nn.Module) -> None:
         ModuleLoss.__init__(self, module, inner.loss, training=inner.training)
-        self.inner = inner
+        self.inner, self._failed = inner, False
 
     def within(self, params: Mapping[str, Tensor], fn: Callable[[nn.Module], Any]) -> Any:
-        """``fn(module)`` while FSDP2 gathers the module's weights. Raises: ValueError for other weights than none."""
+        """``fn(module)`` while FSDP2 gathers the module's weights, of which none stays gathered.
+
+        Raises: ValueError for other weights than none, and with torch 2.12 after a pass that ended in an exception.
+        """
         if params:
             raise ValueError(
                 f"{some_of(sorted(params))} would replace shards, which are frozen: give lora.with_lora this loss, and "
                 "frozen_shards the dtype of master weights"
             )
-        with self.running(), _naming_shards():
-            return fn(self.module)
+        _check_recovered(self._failed, "frozen_shards")
+        try:
+            with self.running(), _naming_shards():
+                return fn(self.module)
+        except BaseException:
+            self._failed = not _recovered(self.module)
+            raise
+        finally:
+            reshard(self.module)
 
     def wants_key(self) -> bool:
         """As the loss on shards: the module that was given may be in another mode by now."""

@@ -296,6 +296,10 @@ def test_adapters_of_a_base_on_shards_are_those_of_whole_weights(found, name, tm
     assert same(first["resumed"], first["smat"])
     assert same(*first["again"])
     assert first["again"][0]["layers.0.up.lora_B.weight"].all()
+    (adapters, gathered), (wanted, _) = first["between"]
+    assert gathered == []
+    for path, leaf in wanted.items():
+        torch.testing.assert_close(adapters[path], leaf, rtol=0, atol=1e-12)
     assert not same(first["factors"], first["smat"])
     (one, whole), (other, _) = first["sizes"], second["sizes"]
     assert one + other == whole
@@ -587,6 +591,14 @@ def test_what_shards_would_ignore_or_get_wrong_is_refused(monkeypatch):
                     own.update(KEY, own.init(base), parts)
             with pytest.raises(ValueError, match=r"ended in an exception, .* torch 2\.13 on: begin with init"):
                 own.update(KEY, state, parts)
+        frozen = lora.with_lora(parallel.frozen_shards(loss_fn, base), base, worker.ADAPTERS)
+        adapters = lora.init(KEY, base, worker.ADAPTERS)
+        with monkeypatch.context() as older:
+            older.delattr("torch.distributed.fsdp.FSDPModule.reset_iter_state", raising=False)
+            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                frozen(adapters, (torch.ones(2, 3), torch.ones(2, 1)))
+        with pytest.raises(ValueError, match=r"ended in an exception, .* torch 2\.13 on: begin with frozen_shards"):
+            frozen(adapters, parts[0].batch.batch)
         number = torch.nn.ParameterDict({"scale": torch.tensor(1.0)})
         with pytest.raises(ValueError, match=r"parameter 'scale' is one number.*: freeze it"):
             parallel.Sharded(ModuleLoss(number, worker.squares), adam).init(dict(number.named_parameters()))

@@ -539,7 +539,8 @@ def after_failures(count, rank):
     """Adapters after a step in one's own loop, which is taken again after so many that ran out of memory."""
     suite, adapters = stack(), lora.Lora(("layers.0.up.weight", "layers.2.down.weight"), rank=2)
     frozen, base = parallel.frozen_shards(suite.loss_fn("task"), suite.base), suite.base
-    frozen.module.layers[1].register_forward_hook(lambda layer, given, out: Fails.apply(out))
+    # in the middle of the block that comes last, when all weights are gathered
+    frozen.module.layers[0].down.register_forward_hook(lambda layer, given, out: Fails.apply(out))
     options = {"where": suite.where, "around": parallel.replicated, "period": 1, **STRENGTHS}
     own = lora.build(frozen, optim.adam(1e-2), base, adapters, **options)
     parts = parallel.share(split_rows(suite.batch("task", KEY, 0), 2), rank=rank, size=2)
@@ -551,6 +552,22 @@ def after_failures(count, rank):
         except torch.OutOfMemoryError:
             continue
     return state.params
+
+
+def evaluated_between_steps(rank, shards):
+    """Adapters of a module without blocks after two steps, between which it runs forward alone; what is gathered."""
+    module = model()
+    base = {path: p.detach().clone() for path, p in module.named_parameters()}
+    loss_fn = ModuleLoss(module, squares)
+    if shards:
+        loss_fn = parallel.frozen_shards(loss_fn, base)
+    own = method("adapters", loss_fn, base, parallel.replicated)
+    state = own.init(lora.init(KEY, base, ADAPTERS))
+    for step in range(2):
+        state, _ = own.update(KEY, state, parallel.share(split_rows(batch(step), 2), rank=rank, size=2))
+        with torch.no_grad():
+            lora.with_lora(loss_fn, base, ADAPTERS)(state.params, batch(9))
+    return state.params, [path for path, p in loss_fn.module.named_parameters() if not hasattr(p, "to_local")]
 
 
 def on_frozen(rank, folder):
@@ -568,6 +585,7 @@ def on_frozen(rank, folder):
     held = sum(p.to_local().numel() for p in own.parameters())
     found["sizes"] = held, sum(leaf.numel() for leaf in suite.base.values())
     found["again"] = [after_failures(count, rank) for count in range(2)]
+    found["between"] = [evaluated_between_steps(rank, shards) for shards in (True, False)]
     saving, base = replace(ADAPTERS, paths=("layers.0.up.weight",), saved=("last.weight", "last.bias")), suite.base
     loss_fn = parallel.frozen_shards(suite.loss_fn("task"), base)
     wrong = {
