@@ -193,6 +193,11 @@ def test_what_shards_do_not_go_with_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"^keep_snapshots is not supported with adapters and `shard`"):
         check_run(smat, adapters, run, known=("rot90",), world=World(0, 2))
     check_run(smat, sharded, replace(run, keep_moments=True), known=("rot90",), world=World(0, 2))
+    probed = RunOptions(tmp_path, ["rot90"], 0, probe=2, probe_at=smat)
+    check_run(Finetune(), sharded, probed, known=("rot90",), world=World(0, 2))
+    probed = replace(probed, probe_at=replace(smat, sigma="auto"))
+    with pytest.raises(ValueError, match=r"^probe is 2, at a sigma that short runs .*: leave it out with `shard`"):
+        check_run(Finetune(), sharded, probed, known=("rot90",), world=World(0, 2))
     texts = problems(replace(smat, sigma="auto"), sharded, World(0, 2))
     assert texts == ["`shard` is not supported with sigma auto: leave one of them out"]
 
