@@ -232,6 +232,7 @@ def test_sharded_runs_of_train_py_are_those_of_one_process(found, tmp_path):
         assert own == moments
         assert own < 0.7 * whole
     assert first["sizes"][0] + second["sizes"][0] == whole
+    assert first["by task"] == second["by task"] == {"task": 3, "other": 3}
 
 
 def test_an_averaged_climb_on_shards_is_that_of_one_process_and_resumes_bit_for_bit(found, tmp_path):

@@ -14,7 +14,7 @@ import torch._dynamo  # DistributedDataParallel imports it at its first use, in 
 import torch.distributed as dist
 import torch.utils.checkpoint
 from safetensors.torch import load_file
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from smat_fn import checkpoint, draw, execution, lora, optim, parallel, random, simulate, tree
@@ -348,12 +348,12 @@ def blocks(dtype=torch.float32, **members):
     torch.manual_seed(0)
     module = Blocks().to(dtype)
     own = {
+        "tasks": ("task",),
         "base": {path: p.detach().clone() for path, p in module.named_parameters()},
         "loss_fn": lambda task: ModuleLoss(module, squares),
     }
     return BaseSuite(
         name="blocks",
-        tasks=("task",),
         where=lambda path, leaf: path.startswith("layers") and leaf.ndim == 2,
         batch=lambda task, key, step: tuple(part.to(dtype) for part in batch(step, rows=5)),
         recipe={},
@@ -392,9 +392,9 @@ ON_SHARDS = {
 SHARDED = Training(steps=7, lr=1e-2, optimizer="adamw", weight_decay=0.1, max_grad_norm=0.3, accumulate=2)
 
 
-def of_train_py(folder, name, training, *, world, stop=None, suite=None, read=None, **options):
+def of_train_py(folder, name, training, *, world, stop=None, suite=None, read=None, tasks=("task",), **options):
     """The weights of a run of train.py's loop, or what it said as it ended. Args: read: of the expert's folder."""
-    run = RunOptions(folder, ["task"], 1, **options)
+    run = RunOptions(folder, list(tasks), 1, **options)
     try:
         train_run(suite or blocks(), OF_TRAIN_PY[name], training, run, world=world, stop=stop)
     except (resuming.Interrupted, torch.OutOfMemoryError, ValueError, OSError) as ended:
@@ -417,11 +417,29 @@ def shards_of_train_py(rank, folder):
     found["msam"] = of_train_py(folder / "shards-msam", "msam", averaging, world=world)
     of_train_py(folder / "shards-late", "msam", averaging, world=world, stop=After(4))
     found["msam resumed"] = of_train_py(folder / "shards-late", "msam", averaging, world=world, resume=True)
+    found["by task"] = sharded_by_task(folder / "shards-tasks", world=world)
     suite = blocks()
     own = parallel.Sharded(suite.loss_fn("task"), optim.adamw(1e-2, weight_decay=0.1))
     state = own.init(suite.base)
     sizes = [sum(leaf.numel() for leaf in leaves.values()) for leaves in (state.params, state.opt_state.mu)]
     found["sizes"] = [*sizes, sum(leaf.numel() for leaf in suite.base.values())]
+    return found
+
+
+def sharded_by_task(folder, *, world):
+    """The modules that are on shards when each expert of a run begins, without a search for garbage meanwhile."""
+    suite, found = blocks(tasks=("task", "other")), {}
+    given = suite.batch
+
+    def data(task, key, step):
+        found.setdefault(task, sum(isinstance(one, FSDPModule) for one in gc.get_objects()))
+        return given(task, key, step)
+
+    suite.batch = data
+    gc.collect()
+    gc.disable()
+    of_train_py(folder, "ft", replace(SHARDED, shard=True), world=world, suite=suite, tasks=suite.tasks)
+    gc.enable()
     return found
 
 
