@@ -307,6 +307,7 @@ class _Layer:
     def enter(self, layer: nn.Module, _: Any) -> None:
         """Put the weight in place before the layer runs."""
         if self._apart:
+            self.hide(layer)  # a block that the backward pass runs again has weights that FSDP2 has gathered since
             weight = self._leaf
             if self._dropping is not None:
                 self._dropping.elsewhere.add(self._path)
