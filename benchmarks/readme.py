@@ -94,6 +94,29 @@ def on_digits(result: dict[str, Any], *, name: str, tuned: str, end: str = "") -
     )
 
 
+def digits_length(result: dict[str, Any]) -> str:
+    """SMAT beside fine-tuning at several lengths of training, on digits."""
+    own = {(one["length"], one["family"]): one for one in result["by_dev"]}
+    pairs = [(f"{what}, FT", "SMAT") for what in ("Expert", "Merged", "TSV-M")]
+    gain = "SMAT - FT (95 %)"
+    head = ("Steps", "Learning rates", *pairs[0], *pairs[1], gain, *pairs[2], gain)
+    lines = []
+    for length in sorted({steps for steps, _ in own}):
+        ft, smat = own[length, "FT"], own[length, "SMAT"]
+        rates = f"{ft['lr']:g}, {smat['lr']:g}"
+        mean, tsv = ranged(smat["from_ft"]), ranged(smat["tsv_merge_from_ft"])
+        scores = [(f"{ft[name]:.2f}", f"{smat[name]:.2f}") for name in ("expert", "mean", "tsv_merge")]
+        lines.append((str(length), rates, *scores[0], *scores[1], mean, *scores[2], tsv))
+    doubled = [ranged(result["per_doubling"][f"SMAT, {name}"]) for name in ("mean", "tsv_merge")]
+    return (
+        f"{table(head, lines)}\n"
+        f"Test score, mean over four tasks and {seeds(result)}, merged: mean of WA, TA and TIES; differences are "
+        f"paired by seed. A doubling of the steps adds {doubled[0]} to the difference, by TSV-M {doubled[1]}. Each "
+        "method has the learning rate that dev chose at this length, by a [protocol](protocols/digits_length.md) fixed "
+        f"before the runs. From `{result['command']}` at commit {result['commit'][:7]} on {result['hardware']}.\n"
+    )
+
+
 def whole_vit(result: dict[str, Any]) -> str:
     """One backward pass a step against two, on all weights of a ViT."""
     together = f"While they trained, 18 processes shared the GPU, with torch {result['versions']['torch']}."
@@ -599,6 +622,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
             end=" FT takes twice the steps of the others with Adam: its dev scores chose that.",
         ),
     ),
+    "digits_length": ("docs/studies.md", digits_length),
     "digits_lora": ("docs/studies.md", partial(on_digits, name="digits_lora", tuned="another seed")),
     "text": ("docs/studies.md", partial(pretrained, "text", "five tasks")),
     "vit": ("docs/studies.md", whole_vit),

@@ -145,7 +145,7 @@ def screen(
     for outcomes in complete_seeds(seeds, range(len(chosen)), found):
         complete = list(dict.fromkeys(seed for seed, _ in outcomes))
         lines = [line_of(one, [outcomes[seed, i] for seed in complete]) for i, one in enumerate(chosen)]
-        result = {**facts, "seeds": complete, **compared(lines)}
+        result = {**facts, "seeds": complete, "planned_seeds": seeds, **compared(lines)}
         write_text(folder / "screening.json", json.dumps(result, indent=1) + "\n")
         write_text(folder / "screening.md", page(result))
         say(f"complete seeds: {', '.join(map(str, complete))}; {folder / 'screening.md'}")

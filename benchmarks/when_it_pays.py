@@ -118,6 +118,8 @@ def runs(folder: Path) -> Iterator[Run]:
         yield from _screened(file.stem.replace("_", " "), json.loads(file.read_text()), screened)
     if (file := folder / "antithetic.json").exists():
         yield from _screened("antithetic", json.loads(file.read_text()), set())
+    if (file := folder / "digits_length.json").exists():
+        yield from _lengths("digits_length", json.loads(file.read_text()))
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
@@ -189,6 +191,16 @@ def _screened(study: str, found: Mapping[str, Any], known: set[str]) -> Iterator
                     study=study, split="test", label=line["label"], seed=seed, merger=merger, tasks=4,
                     score=line["test"][merger][place], expert=line["test"]["expert"][place], **facts,
                 )  # fmt: skip
+
+
+def _lengths(study: str, found: Mapping[str, Any]) -> Iterator[Run]:
+    """Dev scores of a study of several lengths of training: each learning rate at each of them."""
+    for line in found["lines"]:
+        for seed, score in zip(found["seeds"], line["dev"], strict=True):
+            yield Run(
+                study=f"{study} tuning", split="dev", label=line["label"], seed=seed, merger=MEAN, tasks=0, score=score,
+                **_facts(line),
+            )  # fmt: skip
 
 
 def _pilot(found: Mapping[str, Any]) -> Iterator[Run]:
@@ -452,7 +464,7 @@ def shown(found: Mapping[str, Any]) -> str:
 
 def figure(rows: Sequence[Gain]) -> bytes:
     """The gain against each of four covariates, means over seeds of every method, study and merger."""
-    panels = ("drop", "experts", "rate", "expert")
+    panels = ("drop", "length", "rate", "expert")
     figure, grid = new_figure(9, 6, nrows=2, ncols=2, squeeze=False)
     names = ("SMAT", "ASAM", "MergOPT", "OrthoReg", "others")
     palette = colours(names)
@@ -460,7 +472,7 @@ def figure(rows: Sequence[Gain]) -> bytes:
         own = [row for row in rows if name in row.values]
         places: dict[tuple[Any, ...], list[Gain]] = {}
         for row in own:
-            apart = row.values[name] if name in ("experts", "rate") else None
+            apart = row.values[name] if name in ("length", "rate") else None
             places.setdefault((row.group, row.run.merger, row.run.tasks, row.run.lr, apart), []).append(row)
         for label in names:
             at = [
@@ -471,10 +483,8 @@ def figure(rows: Sequence[Gain]) -> bytes:
             if at:
                 axes.scatter(*zip(*at, strict=True), s=14, color=palette[label], edgecolor="0.3", lw=0.3, label=label)
         axes.axhline(0, color="0.4", lw=0.8)
-        axes.set_xlabel(QUESTIONS[name][0] + (", log2" if name == "rate" else ""))
+        axes.set_xlabel(QUESTIONS[name][0] + (", log2" if name in ("length", "rate") else ""))
         axes.set_ylabel("gain over FT")
-        if name == "experts":
-            axes.set_xticks(sorted({row.values[name] for row in own}))
         tidy(axes, "both")
     legends = [axes.get_legend_handles_labels() for axes in grid.flat]
     handles = {text: handle for own in legends for handle, text in zip(*own, strict=True)}

@@ -8,10 +8,11 @@ import pytest
 from scipy import stats
 
 from benchmarks import digits as first_study
-from benchmarks import digits_lora, digits_methods, digits_onepass, screening
+from benchmarks import digits_lora, digits_methods, digits_onepass, readme, screening, when_it_pays
 from benchmarks.study.trial import Trial
-from smat_fn.config import Msam, TaskArithmetic, Training
+from smat_fn.config import Finetune, Msam, TaskArithmetic, Training
 from smat_fn.evaluate import Result
+from smat_fn.evaluate.statistics import paired
 from smat_fn.suites import digits
 from smat_fn.suites.digits_base import Examples
 
@@ -103,7 +104,8 @@ def test_differences_are_paired_by_seed_and_the_choice_is_by_dev():
 def test_what_a_doubling_of_the_steps_adds_is_a_slope_for_each_seed_between_the_choices_of_dev():
     def line(family, steps, lr, scores, dev):
         scores = [{"expert:t": 90.0, **dict.fromkeys(("wa", "ta", "ties"), s), "tsv_merge": s / 2} for s in scores]
-        candidate = screening.Candidate(family, family, Msam(), Training(steps=steps, lr=lr), length=steps)
+        method = Finetune() if family == "FT" else Msam()
+        candidate = screening.Candidate(family, family, method, Training(steps=steps, lr=lr), length=steps)
         own = dict.fromkeys(("wa", "ta", "ties"), dev)
         found = screening.line_of(candidate, [outcome(one, own, 1.0) for one in scores])
         return {**found, "training": asdict(candidate.training)}
@@ -124,6 +126,35 @@ def test_what_a_doubling_of_the_steps_adds_is_a_slope_for_each_seed_between_the_
     assert result["per_doubling"]["M, mean"]["differences"] == pytest.approx([0.5, 1.0])  # (2 - 1)/2 and (2 - 0)/2
     assert result["per_doubling"]["M, tsv_merge"]["differences"] == pytest.approx([0.25, 0.5])
     assert "| M, mean | +0.75 (-2.43 to +3.93) |" in screening.page({"seeds": [1, 2], **result})
+    found = list(when_it_pays._lengths("digits_length", {"seeds": [1, 2], **result}))
+    assert len(found) == 2 * len(lines)
+    gains = {(row.run.steps, row.run.lr, row.run.seed): row.gain for row in when_it_pays.gains(found)}
+    # dev, at equal rates and lengths: what has no such FT beside it is left out
+    assert gains == {(100, 1e-3, 1): 0.0, (100, 1e-3, 2): 0.0, (400, 1e-3, 1): 20.0, (400, 1e-3, 2): 20.0}
+
+
+def test_the_table_of_lengths_has_the_choices_beside_each_other():
+    def one(family, length, lr, mean):
+        scores = {"expert": 90.0, "mean": mean, "tsv_merge": mean + 1}
+        differences = {f"{name}from_ft": paired([80.0, 80.0], [mean, mean + 1]) for name in ("", "tsv_merge_")}
+        return {"family": family, "length": length, "lr": lr, **scores, **differences}
+
+    by_dev = [one("FT", 100, 1e-3, 80.0), one("SMAT", 100, 5e-4, 81.0)]
+    slopes = {f"SMAT, {name}": paired([0.0, 0.0], [1.0, 2.0]) for name in ("mean", "tsv_merge")}
+    text = readme.digits_length(
+        {
+            "by_dev": by_dev,
+            "per_doubling": slopes,
+            "seeds": [1, 2],
+            "planned_seeds": [1, 2],
+            "command": "c",
+            "commit": "0" * 40,
+            "hardware": "h",
+        }
+    )
+    gain = "+1.50 (-4.85 to +7.85)"
+    assert f"| 100 | 0.001, 0.0005 | 90.00 | 90.00 | 80.00 | 81.00 | {gain} | 81.00 | 82.00 | {gain} |" in text
+    assert "adds +1.50 (-4.85 to +7.85) to the difference" in text
 
 
 def test_every_length_has_every_candidate_and_asam_half_of_it():
