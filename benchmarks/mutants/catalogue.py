@@ -88,7 +88,7 @@ MUTANTS = [
     *_of(
         "simulation/relative.py",
         ("max(1, whole_size(deltas))", "len(deltas)"),
-        ("leaf.to(dtype) - origin.to(dtype)", "leaf.to(dtype)"),
+        ("elementwise(operator.sub,", "elementwise(operator.add,"),
         ("sigma=sigma * rms", "sigma=rms"),
     ),
     *_of(
@@ -127,8 +127,8 @@ MUTANTS = [
     *_of("mat/smat.py:build_from", ("undone = None if simulated.reweighted else drawn", "undone = None")),
     *_of(
         "mat/smat.py:_Mixed",
-        ("(1 - lam) * a.to(dtype) + lam * b.to(dtype)", "lam * a.to(dtype) + (1 - lam) * b.to(dtype)"),
-        ("(1 - lam) * loss + lam * merged_loss", "(1 - lam) * loss"),
+        ("(1 - lam) * a + lam * b", "lam * a + (1 - lam) * b"),
+        ("return mean(loss, merged_loss)", "return loss"),
         ("merged = reweight(merged, drawn, where=self._where)", "pass"),
     ),
     *_of(
@@ -262,7 +262,7 @@ MUTANTS = [
     *_of(
         "mat/l2sp.py",
         ("+ pull * (theta", "- pull * (theta"),
-        ("theta.to(dtype) - theta_0.to(dtype)", "theta.to(dtype)"),
+        ("(theta - theta_0)", "theta"),
     ),
     *_of(
         "mat/mixout.py",

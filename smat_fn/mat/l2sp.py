@@ -1,13 +1,14 @@
 """L2-SP: fine-tuning with a pull towards the base."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from .. import tree
 from ..errors import raise_problems
 from ..grad import keyed, value_and_grad
+from ..grouped import elementwise
 from ..types import Batch, Engine, LossFn, Method, Optimizer, Params, Where
 from . import step
 from .finetune import Info
@@ -50,16 +51,15 @@ def build(
     )
     at = value_and_grad(keyed(loss_fn), engine=engine)
 
-    def pulled(g: Tensor, theta: Tensor, theta_0: Tensor) -> Tensor:
-        dtype = tree.compute_dtype(g)
-        return (g.to(dtype) + pull * (theta.to(dtype) - theta_0.to(dtype))).to(g.dtype)
+    def pulled(g: Any, theta: Any, theta_0: Any) -> Any:
+        return g + pull * (theta - theta_0)
 
     check_base = tree.unchanged(base)
 
     def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:
         check_base()
         loss, aux, grads = step.accumulate(at, state.params, batch)
-        grads = tree.tree_map(tree.as_vectors(pulled), grads, state.params, base)
+        grads = elementwise(pulled, grads, state.params, base)
         state, norm = step.apply(optimizer, state, grads, max_grad_norm=max_grad_norm, donate=donate)
         return state, Info(loss, aux, norm)
 

@@ -271,8 +271,7 @@ def _simulate_rounded(
         own = {path: leaves[path] for path in part.paths}
         make = _simulator(own, drawn, where)
         for paths in dict.fromkeys(blocks(own).values()):
-            for path, state in zip(paths, make(paths, [base[path] for path in paths]), strict=True):
-                states[path].copy_(state)
+            torch._foreach_copy_([states[path] for path in paths], make(paths, [base[path] for path in paths]))
 
 
 def _simulator(

@@ -12,6 +12,7 @@ from .. import random, tree
 from ..errors import count_problem, flag_problems, problems_of, raise_problems
 from ..execution import valueless
 from ..grad import Keyed, keyed, value_and_grad
+from ..grouped import elementwise
 from ..optim import momentum_of
 from ..optim.chain import clip
 from ..simulation import Draw, draw, opposite, reweight, reweight_and_clip, simulate
@@ -419,15 +420,10 @@ class _Mixed(SimulatedGradient):
             merged = reweight(merged, drawn, where=self._where)
         lam = self._lam
 
-        def mean(a: Tensor, b: Tensor) -> Tensor:
-            dtype = tree.compute_dtype(a)
-            return ((1 - lam) * a.to(dtype) + lam * b.to(dtype)).to(a.dtype)
+        def mean(a: Any, b: Any) -> Any:
+            return (1 - lam) * a + lam * b
 
-        return (
-            (1 - lam) * loss + lam * merged_loss,
-            (aux, merged_aux),
-            tree.tree_map(tree.as_vectors(mean), grads, merged),
-        )
+        return mean(loss, merged_loss), (aux, merged_aux), elementwise(mean, grads, merged)
 
 
 @dataclass(frozen=True)

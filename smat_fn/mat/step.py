@@ -13,13 +13,12 @@ from torch.utils import _pytree as pytree
 
 from .. import random, tree
 from ..errors import flag_problems, problems_of, raise_problems, shortened, some_of, takes
-from ..execution import levels, recorded, transformed, unread
+from ..execution import transformed, unread
 from ..grad import Keyed
+from ..grouped import groups, plain
 from ..simulation import reweight_and_clip
 from ..simulation.state import check_max_norm
 from ..types import Aux, Batch, Engine, Micro, Optimizer, Params
-
-GROUP = 1 << 26  # coordinates of gradients that one call adds: copies of all of them would take more memory
 
 
 class State(NamedTuple):
@@ -170,10 +169,10 @@ def with_keys(update: Callable[[Tensor, Any, Batch], Any], like: Params) -> Call
 
 def _added(total: dict[str, Tensor], grads: Mapping[str, Tensor], weight: float) -> dict[str, Tensor]:
     """``total + weight * grad`` of all leaves, in place; of an empty total, new ones."""
-    if not _plain(grads):
+    if not plain(grads):
         return {path: _added_leaf(total.get(path), g, weight) for path, g in grads.items()}
     sums = total or {path: _wide(g) for path, g in grads.items()}
-    for paths in _groups(grads):
+    for paths in groups(grads):
         into, given = [sums[path] for path in paths], [grads[path] for path in paths]
         if total and weight == 1 and into[0].dtype == given[0].dtype:
             torch._foreach_add_(into, given)
@@ -197,12 +196,12 @@ def _added_leaf(total: Tensor | None, grad: Tensor, weight: float) -> Tensor:
 
 def _divided(total: dict[str, Tensor], whole: float, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
     """``total / whole`` in the dtypes of the gradients; writes into total."""
-    if not _plain(total):
+    if not plain(total):
         divide = torch.div if transformed() else Tensor.div_
         divided = tree.as_vectors(lambda s: divide(s, whole))
         return {path: divided(s).to(dtypes[path]) for path, s in total.items()}
     mean = {p: s if s.dtype == dtypes[p] else torch.empty_like(s, dtype=dtypes[p]) for p, s in total.items()}
-    for paths in _groups(mean):
+    for paths in groups(mean):
         sums, rounded = [total[path] for path in paths], [mean[path] for path in paths]
         torch._foreach_div_(sums, whole)
         if sums[0] is not rounded[0]:
@@ -210,31 +209,8 @@ def _divided(total: dict[str, Tensor], whole: float, dtypes: Mapping[str, torch.
     return mean
 
 
-def _plain(leaves: Mapping[str, Tensor]) -> bool:
-    """Whether one call may write into many of these: ordinary tensors that nothing differentiates."""
-    return not (transformed() or levels()) and all(
-        type(leaf) in tree.PLAIN and not recorded(leaf) for leaf in leaves.values()
-    )
-
-
 def _wide(grad: Tensor) -> Tensor:
     return torch.empty_like(grad, dtype=tree.compute_dtype(grad))
-
-
-def _groups(leaves: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Paths of leaves of one device and dtype, at most `GROUP` coordinates together, or one leaf."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[str]] = {}
-    for path, leaf in leaves.items():
-        kinds.setdefault((leaf.device, leaf.dtype), []).append(path)
-    for paths in kinds.values():
-        group, size = list[str](), 0
-        for path in paths:
-            if group and size + leaves[path].numel() > GROUP:
-                yield group
-                group, size = [], 0
-            group.append(path)
-            size += leaves[path].numel()
-        yield group
 
 
 def apply(

@@ -1,11 +1,13 @@
 """Noise in units of the update so far: sigma times the RMS of theta - theta_0, of the whole tree or leaf by leaf."""
 
 import math
+import operator
 
 from torch import Tensor
 
 from .. import tree
 from ..execution import no_grad, whole_size
+from ..grouped import elementwise
 from ..types import Params, Where
 from .state import Draw, of_leaves, simulate
 
@@ -18,8 +20,7 @@ def update_rms(params: Params, base: Params) -> Tensor:
 
     Raises: ValueError for trees that do not match.
     """
-    leaves, origins = _matching(params, base)
-    deltas = {path: _delta(leaf, origins[path]) for path, leaf in leaves.items()}
+    deltas = elementwise(operator.sub, *_matching(params, base), wide=True)
     return tree.global_norm(deltas) / math.sqrt(max(1, whole_size(deltas)))
 
 
@@ -63,8 +64,3 @@ def _matching(params: Params, base: Params) -> tuple[dict[str, Tensor], dict[str
     leaves, origins = tree.flatten(params), tree.flatten(base)
     tree.check_same(leaves, "params", base=origins)
     return leaves, origins
-
-
-def _delta(leaf: Tensor, origin: Tensor) -> Tensor:
-    dtype = tree.compute_dtype(leaf, origin)
-    return leaf.to(dtype) - origin.to(dtype)

@@ -12,7 +12,7 @@ from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smat_fn import grad, optim, random, tree
-from smat_fn.mat import asam, finetune, smat
+from smat_fn.mat import asam, finetune, l2sp, smat
 from smat_fn.ops import launch, library
 from smat_fn.types import Micro
 
@@ -58,12 +58,18 @@ METHODS = {
 }
 
 
+BY_GROUPS = {
+    "mixed": (smat, {"lam": 0.5}, 2),
+    "of update": (smat, {"period": 1, "sigma_of": "update"}, 1),
+    "l2sp": (l2sp, {}, 1),
+}
+
 LAUNCHES = {"smat": 3, "smat clean": 2, "finetune": 2, "asam": 4}
 
 
 def around(name, layers, *, inside, mixed=False, weights=()):
     """Calls of one update less those of its passes alone. Args: weights: of micro-batches, without any one batch."""
-    method, options, passes = METHODS[name]
+    method, options, passes = (METHODS | BY_GROUPS)[name]
     base, one, key = llama(layers), torch.ones(()), random.key(0)
     batch = [Micro(one, weight) for weight in weights] or one
     if mixed:
@@ -85,6 +91,15 @@ def test_a_step_makes_below_sixty_calls_whatever_the_number_of_leaves(name):
     few, many = around(name, 1, inside=False), around(name, 16, inside=False)
     assert few == many
     assert many.total() + HALVINGS < 60
+
+
+@pytest.mark.parametrize("name", BY_GROUPS)
+def test_arithmetic_on_groups_makes_below_a_hundred_calls_whatever_the_number_of_leaves(name):
+    few, many = around(name, 1, inside=False), around(name, 16, inside=False)
+    for found in (few, many):
+        del found["aten::empty_like"]  # memory of wide copies and states, which nothing is launched for
+    assert few == many
+    assert many.total() + HALVINGS < 100
 
 
 def test_micro_batches_add_five_calls_each_whatever_the_number_of_leaves():

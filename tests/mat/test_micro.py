@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from smat_fn import optim, random, testing, tree
+from smat_fn import grouped, optim, random, testing, tree
 from smat_fn.data import text
 from smat_fn.data.batching import split_rows
 from smat_fn.mat import step
@@ -114,9 +114,9 @@ def test_sums_of_many_leaves_at_once_are_those_of_each_leaf_bit_for_bit(weights,
         batch = [Micro(i, weight) for i, weight in enumerate(weights)]
         return step.accumulate(lambda params, i: ((torch.zeros(()), None), given[i]), given[0], batch)[2]
 
-    monkeypatch.setattr(step, "GROUP", 10)
+    monkeypatch.setattr(grouped, "GROUP", 10)
     found = mean()
-    monkeypatch.setattr(step, "_plain", lambda leaves: False)
+    monkeypatch.setattr(step, "plain", lambda leaves: False)
     testing.assert_trees_equal(found, mean())
     for own, old in zip(given, before, strict=True):
         testing.assert_trees_equal(own, old)
