@@ -19,7 +19,6 @@ from ..grad import ModuleLoss, loss_and_aux
 from ..grad.master_weights import FrozenRounded, ModuleMasterWeights
 from ..grad.modules import WrappedLoss
 from ..mat import asam, finetune, l2sp, mergopt, mixout, msam, smat
-from ..mat.step import State
 from ..optim.chain import ChainState
 from ..types import Aux, Method, Micro, Optimizer, Params, Where
 from .replicas import Share, check_shared, of_this_process
@@ -159,26 +158,15 @@ class Sharded:
 
         return self._mapped(state, first)
 
-    def empty(self, state: State) -> State:
-        """A state of the whole module's shapes on the CPU, to read a stored one into."""
-        return self._mapped(
-            state, lambda path, shard: torch.empty(self._leaves[path].shape, dtype=shard.dtype, device="cpu")
-        )
+    def stored_shape(self, place: Sequence[Any], leaf: Tensor) -> torch.Size:
+        """The shape in `whole`'s result of a tensor of a state. Args: place: its keys in the state."""
+        path = self._path(place, leaf)
+        return leaf.shape if path is None else self._leaves[path].shape
 
-    def scatter(self, whole: State, state: State) -> State:
-        """The stored state of the whole module with this process's shards, which are those of ``state``."""
-        stored = iter(pytree.tree_leaves(whole))
-
-        def own(path: str, shard: Tensor, found: Tensor) -> Tensor:
-            with torch.no_grad():
-                return shard.copy_(self._spread.own(path, found))
-
-        flat, spec = pytree.tree_flatten_with_path(state)
-        leaves = [
-            found if (path := self._path(place, leaf)) is None else own(path, leaf, found)
-            for (place, leaf), found in zip(flat, stored, strict=True)
-        ]
-        return pytree.tree_unflatten(leaves, spec)
+    def own(self, place: Sequence[Any], leaf: Tensor, stored: Tensor) -> Tensor:
+        """What this process holds of a tensor of `whole`'s result: of the shape of ``leaf``, that of its own state."""
+        path = self._path(place, leaf)
+        return stored if path is None else self._spread.own(path, stored)
 
     def _mapped(self, state: T, fn: Callable[[str, Tensor], Tensor]) -> T:
         flat, spec = pytree.tree_flatten_with_path(state)

@@ -144,9 +144,8 @@ def train_expert(
     if curve is None and training.dev is not None:
         curve = curve_of(suite, task, training, adapters_of(loss_of(suite, task, training), training))
     if saver is not None and world.agree(saver.path.exists()):  # the first process's disk decides
-        empty = run.empty(state) if isinstance(run, Sharded) else state
-        stored = _restored(saver, empty, curve, partial(_result, suite=suite, training=training), world)
-        state = run.scatter(stored, state) if isinstance(run, Sharded) else stored
+        best = partial(_expert, whole, state, suite, training)
+        state = _restored(saver, state, curve, best, world, run if isinstance(run, Sharded) else None)
     with nullcontext() if kept is None else offloaded(suite.base, kept):
         if log is not None:
             if state.step < training.length:
@@ -219,13 +218,15 @@ def _save(saver: Saver, state: Any, log: Log | None, curve: DevCurve | None) -> 
     log.watch.skip()
 
 
-def _restored(saver: Saver, state: Any, curve: DevCurve | None, result: Callable[[Any], Params], world: World) -> Any:
+def _restored(
+    saver: Saver, state: Any, curve: DevCurve | None, best: Callable[[], Params], world: World, shards: Sharded | None
+) -> Any:
     """The state of a training checkpoint; the evaluations that it holds go to the curve."""
     last = world.agree(resuming.read(saver.path))
     if curve is None or not (points := last.progress.get("dev")):
-        return restore_all(saver.path, state, world)
-    best = tree.tree_map(lambda leaf: leaf.detach().clone(), result(state))
-    found = restore_all(saver.path, Tracked(state, best), world)
+        return restore_all(saver.path, state, world, shards)
+    own = tree.tree_map(lambda leaf: leaf.detach().clone(), best())
+    found = restore_all(saver.path, Tracked(state, own), world, shards)
     curve.resume(points, found.best if world.leads else None)
     return found.state
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ... import checkpoint, errors, machine, tree
-from ...parallel import World
+from ...parallel import Sharded, World
 from ..manifests import flat, manifest_of
 
 ENDING = ".resume.safetensors"  # of the name of a task's file
@@ -151,25 +151,30 @@ def begun(out: Path, tasks: Iterable[str], *, besides: Collection[str] = ()) -> 
             yield facts
 
 
-def restore(path: Path, state: Any) -> Any:
+def restore(path: Path, state: Any, shards: Sharded | None = None) -> Any:
     """The state in a file, written into the tensors of ``state``, a fresh one of the same run that owns them.
 
+    One stored tensor at a time is in memory.
+
+    Args: shards: whose state this is, with this process's shares of what is stored.
     Raises: ValueError for a broken or damaged file, and for a state of other tensors.
     """
     flat, spec = pytree.tree_flatten_with_path(state)
     with _opened(path) as store:
         metadata = store.metadata()
         numbers, stored = json.loads(metadata["facts"])["numbers"], set(store.keys())
-        wanted = {pytree.keystr(place): leaf for place, leaf in flat}
+        places = {pytree.keystr(place): place for place, _ in flat}
+        wanted = dict(zip(places, (leaf for _, leaf in flat), strict=True))
         tensors = {name for name, leaf in wanted.items() if isinstance(leaf, Tensor)}
         if tensors != stored or set(wanted) - tensors != set(numbers):
             raise ValueError(f"{path} is the state of another optimizer or model: start over with --overwrite")
 
         def taken(name: str) -> Tensor:
-            found, own = store.get_tensor(name), wanted[name]
-            if (found.shape, found.dtype) != (own.shape, own.dtype):  # `copy_` would repeat and cast
+            found, own, place = store.get_tensor(name), wanted[name], places[name]
+            shape = own.shape if shards is None else shards.stored_shape(place, own)
+            if (found.shape, found.dtype) != (shape, own.dtype):  # `copy_` would repeat and cast
                 raise ValueError(f"{path} holds {name} in another shape or dtype: start over with --overwrite")
-            own.copy_(found)
+            own.copy_(found if shards is None else shards.own(place, own, found))
             return found
 
         with torch.no_grad():
@@ -190,7 +195,7 @@ def _crc(facts: str, names: Iterable[str], read: Callable[[str], Tensor]) -> str
     return f"{found:08x}"
 
 
-def restore_all(path: Path, state: Any, world: World) -> Any:
+def restore_all(path: Path, state: Any, world: World, shards: Sharded | None = None) -> Any:
     """`restore` in every process, of one and the same snapshot: the first one writes it, the others read it.
 
     Raises: ValueError in all of them where one cannot read it, or finds another one on its disk.
@@ -199,7 +204,7 @@ def restore_all(path: Path, state: Any, world: World) -> Any:
     try:
         if (last := read(path)) is not None:
             own = f"the state after {last.step} steps of run {last.progress.get('run_id')}"
-        found = restore(path, state)
+        found = restore(path, state, shards)
     except ValueError as error:
         problem = str(error)
     seen = world.gather((own, problem))

@@ -619,6 +619,29 @@ def test_a_file_of_something_else_is_not_a_checkpoint(tmp_path, facts):
         resuming.read(file)
 
 
+class FirstRows:
+    """Stands for `smat_fn.parallel.Sharded`, in the first of two processes: what is stored has six rows."""
+
+    def stored_shape(self, place, leaf):
+        return torch.Size([2 * len(leaf), *leaf.shape[1:]])
+
+    def own(self, place, leaf, stored):
+        return stored[: len(leaf)]
+
+
+def test_a_process_takes_its_own_rows_of_a_stored_state(tmp_path):
+    saver, stored = Saver(tmp_path / "a.safetensors", {}), testing.random_tree(1, {"w": (6, 2), "v": (2,)})
+    saver.save(State(stored, (), 1), {})
+    saver.wait()
+    fresh = State({"w": torch.zeros(3, 2), "v": torch.zeros(1)}, (), 0)
+    back = resuming.restore(saver.path, fresh, FirstRows())
+    assert back.step == 1
+    testing.assert_trees_equal(back.params, {"w": stored["w"][:3], "v": stored["v"][:1]})
+    assert all(back.params[path] is leaf for path, leaf in fresh.params.items())  # no other memory
+    with pytest.raises(ValueError, match=r"a\.safetensors holds \.params\['[vw]'\] in another shape or dtype"):
+        resuming.restore(saver.path, State({"w": torch.zeros(6, 2), "v": torch.zeros(2)}, (), 0), FirstRows())
+
+
 @pytest.mark.parametrize("leaf", [torch.zeros(1), torch.zeros(3).double()], ids=["shape", "dtype"])
 def test_a_state_of_another_shape_or_dtype_is_an_error(tmp_path, leaf):
     saver = Saver(tmp_path / "a.safetensors", {})
