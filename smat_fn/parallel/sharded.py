@@ -89,9 +89,10 @@ class Sharded:
         self._options = {"max_grad_norm": max_grad_norm, "donate": True, **hyperparameters}
         self._leaves: dict[str, Any] = {}  # sharded, once there is a state
 
-    def init(self, params: Params) -> Any:
-        """The state of this process; params are those of the whole module, theta_0.
+    def init(self, params: Params, dtype: torch.dtype | None = None) -> Any:
+        """The state of this process; params are those of the whole module, theta_0. Shards are copied block by block.
 
+        Args: dtype: of the shards, as `smat_fn.tree.cast` rounds; None: that of params.
         Raises: ValueError that lists names that the module does not have, and other shapes than its own; for params of
             several dtypes, and for a number.
         """
@@ -100,12 +101,12 @@ class Sharded:
             raise ValueError("Sharded: params is empty: give the parameters to train, module.named_parameters()")
         tree.check_floating(whole, "params")
         self._loss_fn.check(whole)
-        shapes, picks = {path: leaf.detach().to("meta") for path, leaf in whole.items()}, self._where
+        shapes, picks = {path: leaf.detach().to("meta", dtype) for path, leaf in whole.items()}, self._where
         asked: Where | None = None if picks is None else lambda path, _: bool(picks(path, shapes[path]))
         errors.raise_problems(
             _unshardable(shapes) + errors.problems_of(self._method, self._loss_fn, shapes, asked), "Sharded"
         )
-        module = sharded_copy(self._loss_fn.module, whole, self._dtype)
+        module = sharded_copy(self._loss_fn.module, whole, self._dtype, stored=dtype)
         self._leaves = {path: p for path, p in module.named_parameters() if p.requires_grad}
         self._spread = spread_of(self._leaves, shapes)
         shards = self._shards()
@@ -316,41 +317,61 @@ def frozen_shards(loss_fn: ModuleLoss, params: Mapping[str, Tensor], dtype: torc
     return _FrozenShards(loss_fn, sharded_copy(loss_fn.module, params, dtype, frozen=True))
 
 
+# over 60 lines with its docstring: what FSDP2 is told, in the order that it wants
 def sharded_copy(
-    module: nn.Module, params: Mapping[str, Tensor], dtype: torch.dtype | None = None, *, frozen: bool = False
+    module: nn.Module,
+    params: Mapping[str, Tensor],
+    dtype: torch.dtype | None = None,
+    *,
+    stored: torch.dtype | None = None,
+    frozen: bool = False,
 ) -> nn.Module:
     """A copy of the module on these parameters, the only ones trained, sharded by FSDP2: each block, then the rest.
 
-    Numbers, which have no rows, stay whole. A process may leave out parameters of a block, but no block.
+    Besides the shards one block at a time is in memory. Numbers, which have no rows, stay whole. A process may leave
+    out parameters of a block, but no block.
 
     Args:
         dtype: of all parameters while the module runs; None: their own.
-        frozen: none is trained, and shards have that dtype.
+        stored: of the shards; None: that of params.
+        frozen: none is trained, and shards have the dtype in which the module runs.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    own = copy.deepcopy(module)
-    for path, p in own.named_parameters():
-        p.data = params[path].detach().clone() if path in params else p.data
-        p.data = p.data.contiguous()  # as FSDP2 wants them
-        p.requires_grad_(path in params and not frozen)
-    numbers = {p for p in own.parameters() if not p.ndim}
-    for p in own.parameters() if frozen else numbers:
-        p.data = p.data.to(dtype if p.is_floating_point() else None)
-    narrow = dtype is not None or any(tree.compute_dtype(leaf) != leaf.dtype for leaf in params.values())
+    # parameters of the copy are the module's own memory until they are sharded, which copies them
+    alike = {id(p): nn.Parameter(p.detach(), False) for p in module.parameters() if type(p) is nn.Parameter}
+    own = copy.deepcopy(module, alike)
+    alike.clear()
+    kinds = {leaf.dtype if stored is None else stored for leaf in params.values()}
+    narrow = dtype is not None or not kinds <= {torch.float32, torch.float64}
     # the layers get what they get in a module that is not sharded
     wide = torch.float32 if narrow else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide, cast_forward_inputs=False)
     # by default that of a GPU, to which weights would be moved from the CPU
     mesh = init_device_mesh(next(iter(params.values())).device.type, (dist.get_world_size(),))
-    for block in _blocks(own, _uses(own)):
-        fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=numbers)
-    root: Any = fully_shard(own, mesh=mesh, mp_policy=policy, ignored_params=numbers)
+    paths = {id(p): path for path, p in own.named_parameters()}
+    for part in (*_blocks(own, _uses(own)), own):
+        numbers = set[nn.Parameter]()
+        for p in part.parameters():
+            if (path := paths.pop(id(p), None)) is None:  # sharded already
+                continue
+            given = params.get(path)
+            p.data = _contiguous(
+                p if given is None else given, dtype if frozen or not p.ndim else None if given is None else stored
+            )
+            p.requires_grad_(path in params and not frozen)
+            numbers |= {p} if not p.ndim else set()
+        root: Any = fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=numbers)
     if hasattr(root, "set_reduce_scatter_unused_params"):  # since torch 2.13
         root.set_reduce_scatter_unused_params(True)  # losses may touch other parameters in each process
     settle(own)
     return own
+
+
+def _contiguous(leaf: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A leaf as FSDP2 wants it. Args: dtype: of numbers with a point; None: its own."""
+    return leaf.detach().to(dtype if leaf.is_floating_point() else None).contiguous()
 
 
 def _otherwise(loss_fn: Any) -> list[str]:

@@ -235,6 +235,17 @@ def test_sharded_runs_of_train_py_are_those_of_one_process(found, tmp_path):
     assert first["by task"] == second["by task"] == {"task": 3, "other": 3}
 
 
+def test_a_module_is_sharded_block_by_block_from_its_own_memory(found):
+    base = worker.blocks(dtype=torch.bfloat16).base
+    for one in found:
+        whole, _, moved_alone = one["train.py"]["block by block"]
+        assert whole == [5 * 7 + 7, 7 * 3 + 3, 3 + 1]
+        assert moved_alone  # the module that was given stays
+    for path, leaf in found[0]["train.py"]["block by block"][1].items():
+        assert torch.equal(leaf, base[path].float())
+        assert leaf.dtype == torch.float32
+
+
 def test_an_averaged_climb_on_shards_is_that_of_one_process_and_resumes_bit_for_bit(found, tmp_path):
     first = found[0]["train.py"]
     training = replace(worker.SHARDED, average="ema:0.7")

@@ -1,20 +1,25 @@
 """One of two processes: everything that needs a group, its findings saved for the test."""
 
+import copy as copy_module
 import gc
 import os
 import signal
 import sys
 import time
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from shutil import copy
+from types import SimpleNamespace
 
 import torch
 import torch._dynamo  # DistributedDataParallel imports it at its first use, in each process
 import torch.distributed as dist
 import torch.utils.checkpoint
 from safetensors.torch import load_file
+from torch.distributed import fsdp
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from smat_fn import checkpoint, draw, execution, lora, optim, parallel, random, simulate, tree
@@ -25,6 +30,7 @@ from smat_fn.mat import asam, finetune, l2sp, mergopt, mixout, msam, orthoreg, s
 from smat_fn.mat.weights import SimulatedWeights
 from smat_fn.models.modules import FullLoss
 from smat_fn.parallel import World, replicas
+from smat_fn.parallel import sharded as sharded_module
 from smat_fn.scripts.train import resuming
 from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.resuming import Stop
@@ -417,6 +423,7 @@ def shards_of_train_py(rank, folder):
     found["msam"] = of_train_py(folder / "shards-msam", "msam", averaging, world=world)
     of_train_py(folder / "shards-late", "msam", averaging, world=world, stop=After(4))
     found["msam resumed"] = of_train_py(folder / "shards-late", "msam", averaging, world=world, resume=True)
+    found["block by block"] = sharded_block_by_block()
     found["by task"] = sharded_by_task(folder / "shards-tasks", world=world)
     suite = blocks()
     own = parallel.Sharded(suite.loss_fn("task"), optim.adamw(1e-2, weight_decay=0.1))
@@ -424,6 +431,33 @@ def shards_of_train_py(rank, folder):
     sizes = [sum(leaf.numel() for leaf in leaves.values()) for leaves in (state.params, state.opt_state.mu)]
     found["sizes"] = [*sizes, sum(leaf.numel() for leaf in suite.base.values())]
     return found
+
+
+def sharded_block_by_block():
+    """Coordinates that the copy holds whole in the shards' dtype as each part is sharded; what comes of it."""
+    suite, found, roots = blocks(dtype=torch.bfloat16), [], []
+    module, before = suite.loss_fn("task").module, tree.clone(suite.base)
+
+    def copied(*given):
+        roots.append(deepcopy(*given))
+        return roots[-1]
+
+    def counted(part, **options):
+        leaves = [p for p in roots[0].parameters() if not isinstance(p, DTensor)]
+        found.append(sum(p.numel() for p in leaves if p.dtype == torch.float32))
+        return fully_shard(part, **options)
+
+    sharded_module.copy, fsdp.fully_shard = SimpleNamespace(deepcopy=copied), counted
+    try:
+        own = parallel.Sharded(with_master_weights(ModuleLoss(module, squares)), optim.adam(1e-2))
+        state = own.init(suite.base, torch.float32)
+    finally:
+        sharded_module.copy, fsdp.fully_shard = copy_module, fully_shard
+    start = tree.clone(own.whole(state).params)
+    state, _ = own.update(KEY, state, [Micro(parallel.Share(suite.batch("task", KEY, 0), 1.0))])
+    stays = all(torch.equal(p, before[path]) and p.requires_grad for path, p in module.named_parameters())
+    moved = not torch.equal(own.whole(state).params["layers.0.weight"], start["layers.0.weight"])
+    return found, start, stays and moved
 
 
 def sharded_by_task(folder, *, world):

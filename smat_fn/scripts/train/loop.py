@@ -247,7 +247,8 @@ def _built(
         assert isinstance(loss_fn, ModuleLoss), "a suite's losses are of modules"
         loss_fn = compiled(loss_fn)  # here alone: dev scores and probes run the module as it is
     dtype = None if training.precision is None else DTYPES[training.precision]
-    params = _unread(base, dtype) if frozen else base if dtype is None else tree.cast(base, dtype)
+    # shards are cast block by block
+    params = _unread(base, dtype) if frozen else base if dtype is None or training.shard else tree.cast(base, dtype)
     if training.precision == "bf16" and _frozen_in_float32(loss_fn):
         raise ValueError(f"precision bf16: suite {suite.name} keeps frozen parameters in float32, take mixed or fp32")
     if training.precision == "mixed":
@@ -271,7 +272,7 @@ def _built(
         assert isinstance(loss_fn, ModuleLoss), "a suite's losses are of modules"
         options = {"max_grad_norm": training.max_grad_norm, **settings(method)}
         shards = Sharded(loss_fn, optimizer, mat.build_of(method), where=suite.where, **options)
-        return shards, shards.init(params), kept
+        return shards, shards.init(params, dtype), kept
     start = params if adapters is None else lora.init(random.fold_in(key, "lora"), params, adapters)
     run = arrange(
         method, training, optimizer, loss_fn, base if adapters is None else params, start, adapters, suite.where, world,
@@ -283,9 +284,8 @@ def _built(
 def _on_frozen_shards(loss_fn: LossFn, base: Mapping[str, Tensor], precision: Precision | None) -> ModuleLoss:
     """The loss of a copy of the module on shards of base, as adapters of this precision need it."""
     assert isinstance(loss_fn, ModuleLoss), "a suite's losses are of modules"
-    if precision == "mixed":
-        return frozen_shards(loss_fn, base, torch.bfloat16)
-    return frozen_shards(loss_fn, base if precision is None else tree.cast(base, DTYPES[precision]))
+    dtype = torch.bfloat16 if precision == "mixed" else None if precision is None else DTYPES[precision]
+    return frozen_shards(loss_fn, base, dtype)
 
 
 def _unread(base: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
