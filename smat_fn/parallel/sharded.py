@@ -165,7 +165,7 @@ class Sharded:
         return leaf.shape if path is None else self._leaves[path].shape
 
     def own(self, place: Sequence[Any], leaf: Tensor, stored: Tensor) -> Tensor:
-        """What this process holds of a tensor of `whole`'s result: of the shape of ``leaf``, that of its own state."""
+        """The part of a tensor of `whole`'s result that this process holds, of the shape of ``leaf``."""
         path = self._path(place, leaf)
         return stored if path is None else self._spread.own(path, stored)
 

@@ -218,12 +218,13 @@ def test_forward_passes_alone_meet_the_shards(found):
 
 def test_sharded_runs_of_train_py_are_those_of_one_process(found, tmp_path):
     first, second = (one["train.py"] for one in found)
-    for name in ("ft", "smat"):
+    for name in ("ft", "smat", "auto"):
         wanted = worker.of_train_py(tmp_path / name, name, worker.SHARDED, world=ALONE)
         for path, leaf in wanted.items():
             assert first[name][path].shape == leaf.shape
             torch.testing.assert_close(first[name][path], leaf, rtol=1e-4, atol=1e-5)
-    assert not torch.equal(first["ft"]["last.weight"], first["smat"]["last.weight"])
+    for name in ("ft", "auto"):
+        assert not torch.equal(first[name]["last.weight"], first["smat"]["last.weight"])
     assert all(torch.equal(first["off"][path], leaf) for path, leaf in first["ft"].items())
     assert "stopped by signal 15 after 4 steps" in first["ended"]
     for again in ("resumed", "saved"):

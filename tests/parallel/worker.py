@@ -370,6 +370,7 @@ def blocks(dtype=torch.float32, **members):
 
 OF_TRAIN_PY = {
     "smat": Smat(noise="uniform", period=2, **STRENGTHS),
+    "auto": Smat(noise="uniform", period=2, **STRENGTHS | {"sigma": "auto"}),
     "off": Smat(noise="uniform", period=2, alpha_min=1.0, drop_prob=0.0, sigma=0.0),
     "ft": Finetune(),
     "msam": Msam(along="gradient"),
@@ -414,7 +415,7 @@ def of_train_py(folder, name, training, *, world, stop=None, suite=None, read=No
 def shards_of_train_py(rank, folder):
     """Experts of sharded runs, whole and resumed, and the sizes of what a process holds."""
     world, found, training = World(rank, 2), {}, replace(SHARDED, shard=True)
-    for name in ("ft", "smat", "off"):
+    for name in ("ft", "smat", "off", "auto"):
         found[name] = of_train_py(folder / f"shards-{name}", name, training, world=world)
     found["ended"] = of_train_py(folder / "shards-cut", "smat", training, world=world, stop=After(4))
     found["resumed"] = of_train_py(folder / "shards-cut", "smat", training, world=world, resume=True)
@@ -578,6 +579,7 @@ def read_later(module, batch):
 # method, where SMAT simulates, precision, dropout
 ON_FROZEN = {
     "smat": ("smat", "merged", None, 0.0),
+    "auto": ("auto", "merged", None, 0.0),
     "factors": ("smat", "factors", None, 0.0),
     "orthoreg": ("orthoreg", "merged", None, 0.0),
     "mixed": ("smat", "merged", "mixed", 0.3),

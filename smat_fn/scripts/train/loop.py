@@ -1,5 +1,6 @@
 """The training loop of one expert, the same for every method."""
 
+import gc
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -235,6 +236,8 @@ def _built(
     suite: Suite, task: str, method: MethodConfig, training: Training, key: Tensor, world: World, place: Place
 ) -> tuple[Method | Sharded, Any, storage.Host | None]:
     """The method on one task, its first state, and base in host memory where the device need not hold base."""
+    if training.shard:
+        gc.collect()  # cycles of FSDP2 hold the shards of the training before
     loss_fn, base = loss_of(suite, task, training), suite.base
     adapters = adapters_of(loss_fn, training)
     frozen = adapters is not None and training.shard

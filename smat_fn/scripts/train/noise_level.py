@@ -60,17 +60,19 @@ def with_sigma(
     """
     if not sigma_is_auto(method):
         return method, {}
-    found: Found | None = None
-    said = ""
+    found, said, beside = None, "", ""
     if world.leads:
         base = checkpoint.fingerprint(suite.base)
-        beside = None
         if found := _standing(run, base, suite.tasks, probe=probe):
             said = f"that of the experts in {run.out}: "
         else:
             found, beside = _measured(suite, training, run, base)
-        found = found or _estimated(suite, training, run, report, beside)
-    sigma, origin = world.agree(found)
+    found, beside = world.agree((found, beside))
+    if found is None:
+        # short runs on shards take all processes, others the first one alone
+        own, takes_part = (world, True) if training.shard else (ALONE, world.leads)
+        found = world.agree(_estimated(suite, training, run, report, beside, own) if takes_part else None)
+    sigma, origin = found
     report(f"sigma auto: {sigma:g}, {said}{origin['from']}")
     return replace(method, sigma=sigma), origin
 
@@ -167,7 +169,7 @@ def _differs(manifests: Mapping[str, Any], fingerprint: str, steps: Mapping[str,
 
 
 def _estimated(
-    suite: Suite, training: Training, run: RunOptions, report: Callable[[str], None], beside: str | None
+    suite: Suite, training: Training, run: RunOptions, report: Callable[[str], None], beside: str, world: World
 ) -> Found:
     """Sigma extrapolated from two short ft runs at the first learning rate, one about half as long as the other.
 
@@ -184,7 +186,7 @@ def _estimated(
                 f"sigma auto: {beside}; estimating it from {long + long // 2} steps of ft a task (to measure it, "
                 "first train ft on all tasks with the same settings, in a folder beside --out)"
             )
-        half, full = (_moved(suite, task, whole, steps, run.seed) for steps in (long // 2, long))
+        half, full = (_moved(suite, task, whole, steps, run.seed, world) for steps in (long // 2, long))
         if not full or not half:
             raise ValueError(
                 f"sigma auto: no parameter moves in {long} steps of ft on {task} at learning rate "
@@ -202,7 +204,7 @@ def _estimated(
     return float(f"{COEF * math.sqrt(others) * update:.2g}"), facts
 
 
-def _moved(suite: Suite, task: str, training: Training, steps: int, seed: int) -> float:
+def _moved(suite: Suite, task: str, training: Training, steps: int, seed: int, world: World) -> float:
     """RMS of the update after so many steps of ft at a constant learning rate.
 
     Raises: ValueError for a loss or an update that is not finite.
@@ -211,14 +213,16 @@ def _moved(suite: Suite, task: str, training: Training, steps: int, seed: int) -
     own = replace(plain, steps=steps, epochs={})
     losses, key, of = list[tuple[int, Tensor]](), random.fold_in(random.key(seed), task), suite.batch_rows
     params = train_expert(
-        suite, task, Finetune(), own, seed=seed, on_step=lambda step, info: losses.append((step, info.loss.detach()))
-    )
+        suite, task, Finetune(), own, seed=seed, world=world,
+        on_step=lambda step, info: losses.append((step, info.loss.detach())),
+    )  # fmt: skip
     try:
         check_losses(task, losses, None if of is None else lambda step: of(task, key, step))
     except ValueError as error:
         raise ValueError(f"sigma auto, a short run of ft: {error}") from error
     adapters = adapters_of(loss_of(suite, task, own), own)
-    moved = update_rms(whole_weights(params, suite.base, adapters), perturbed(suite.base, adapters))
+    # of shards the first process alone has the whole weights
+    moved = world.led(lambda: update_rms(whole_weights(params, suite.base, adapters), perturbed(suite.base, adapters)))
     if not math.isfinite(moved):
         raise ValueError(
             f"sigma auto: the RMS of the update of {task} is {moved} after {steps} steps of ft at learning rate "

@@ -93,11 +93,6 @@ def check_run(
         problems.append(f"keep_moments: {what} have none of all weights, leave it out; merge.py statistics needs none")
     if training.shard and training.lora is not None and run.keep_snapshots:
         problems.append("keep_snapshots is not supported with adapters and `shard`: leave one of them out")
-    if training.shard and run.probe and run.probe_at is not None and sigma_is_auto(run.probe_at):
-        problems.append(
-            f"probe is {run.probe}, at a sigma that short runs of whole models would find: leave it out with `shard`, "
-            "or choose a preset that has a number"
-        )
     if training.dev is not None and (own := [n for n in KEEPS if getattr(run, n)]):
         problems.append(f"{' and '.join(own)}: with eval_every the best state is the expert, leave one of them out")
     problems += ["no tasks: name at least one"] if not tasks else []

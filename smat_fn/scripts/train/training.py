@@ -1,6 +1,5 @@
 """Train the experts of a suite into a folder, each with its log; --resume continues an interrupted run."""
 
-import gc
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -291,8 +290,6 @@ def _train_one(shared: Shared, expert: Expert) -> None:
     """Train and save an expert, from its checkpoint if there is one; a finished expert is kept."""
     suite, method, run, stop, world, report = shared
     task, training = expert.task, expert.training
-    if training.shard:
-        gc.collect()  # cycles of FSDP2 hold the shards of the expert before
     steps, minutes = run.save_every_steps, run.save_every_minutes
     saver = Saver(resuming.path_of(run.out, task), expert.facts, every_steps=steps, every_minutes=minutes)
     finished, last = False, None

@@ -135,7 +135,6 @@ def _shard_problems(method: MethodConfig, training: Training, world: World, plac
         "evaluations of adapters while training": training.lora is not None and training.dev is not None,
         "`compile`": training.compiled,
         "independent draws": training.independent_draws,
-        "sigma auto": sigma_is_auto(method),
         f"`offload={place!r}`": place not in ("auto", "device"),
     }
     names = [name for name, chosen in others.items() if chosen]

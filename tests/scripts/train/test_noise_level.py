@@ -10,6 +10,7 @@ import torch
 
 from smat_fn import analyses, checkpoint, lora
 from smat_fn.config import DIGITS, Adapters, Finetune, Training
+from smat_fn.parallel import ALONE
 from smat_fn.scripts.analyse import weights
 from smat_fn.scripts.train import noise_level
 from smat_fn.scripts.train.options import RunOptions, check_run, experts_to_merge
@@ -158,7 +159,7 @@ def test_a_learning_rate_at_which_a_short_run_diverges_is_named(suite, tmp_path)
     with pytest.raises(
         ValueError, match=r"update of rot90 is (nan|inf) after 1 steps of ft at learning rate 1e\+39: low"
     ):
-        noise_level._moved(suite, "rot90", replace(SIX, lr=1e39), 1, 21)
+        noise_level._moved(suite, "rot90", replace(SIX, lr=1e39), 1, 21, ALONE)
 
 
 def test_messages_on_rates_and_estimates_take_muons_own(suite, runs, tmp_path):
@@ -185,24 +186,24 @@ def test_an_estimate_is_near_the_update_of_the_whole_run(suite, tmp_path):
 
 @pytest.mark.parametrize("steps", [7, 230, 400])  # short runs of 7 and 3, 11 and 5, 20 and 10 steps
 def test_a_power_of_the_steps_is_extrapolated_exactly(steps, tmp_path, monkeypatch):
-    monkeypatch.setattr(noise_level, "_moved", lambda suite, task, training, steps, seed: 1e-3 * steps**0.75)
+    monkeypatch.setattr(noise_level, "_moved", lambda suite, task, training, steps, seed, world: 1e-3 * steps**0.75)
     stub = SimpleNamespace(tasks=("a", "b"), epoch_steps=None)
     training, run = Training(steps=steps, lr=1e-3, schedule="constant"), RunOptions(tmp_path, ("a", "b"), 0)
-    _, origin = noise_level._estimated(stub, training, run, lambda line: None, "")
+    _, origin = noise_level._estimated(stub, training, run, lambda line: None, "", ALONE)
     assert origin["update"] == pytest.approx(1e-3 * steps**0.75, rel=1e-5)
 
 
 @pytest.mark.parametrize(("power", "taken"), [(0.2, 0.5), (2.0, 1.0)])
 def test_a_power_is_at_least_that_of_random_steps_and_at_most_that_of_equal_ones(power, taken, tmp_path, monkeypatch):
-    monkeypatch.setattr(noise_level, "_moved", lambda suite, task, training, steps, seed: 1e-3 * steps**power)
+    monkeypatch.setattr(noise_level, "_moved", lambda suite, task, training, steps, seed, world: 1e-3 * steps**power)
     stub = SimpleNamespace(tasks=("a", "b"), epoch_steps=None)
     training, run = Training(steps=400, lr=1e-3, schedule="constant"), RunOptions(tmp_path, ("a", "b"), 0)
-    _, origin = noise_level._estimated(stub, training, run, lambda line: None, "")
+    _, origin = noise_level._estimated(stub, training, run, lambda line: None, "", ALONE)
     assert origin["update"] == pytest.approx(1e-3 * 20**power * (400 / 20) ** taken, rel=1e-5)
 
 
 def test_a_short_run_is_not_averaged(suite):
-    moved = [noise_level._moved(suite, "rot90", replace(SIX, average=name), 2, 21) for name in (None, "ema:0.9")]
+    moved = [noise_level._moved(suite, "rot90", replace(SIX, average=name), 2, 21, ALONE) for name in (None, "ema:0.9")]
     assert moved[0] == moved[1] > 0
 
 
