@@ -47,7 +47,7 @@ def starts_in(leaves: Mapping[str, Any]) -> dict[str, int]:
     problems, starts = [], {}
     for path, p in leaves.items():
         starts[path] = 0
-        placements = [(i, kind) for i, kind in enumerate(getattr(p, "placements", ())) if not kind.is_replicate()]
+        placements = _shards_in(p)
         if len(placements) > 1 or any(not kind.is_shard(0) for _, kind in placements):
             problems.append(f"leaf {path!r} is placed as {p.placements}: shard its first dimension alone")
         elif placements:
@@ -182,7 +182,10 @@ def sharded(leaves: Mapping[str, Any]) -> bool:
 
 
 def shard_problems(leaves: Mapping[str, Any]) -> list[str]:
-    """Errors for leaves that are not all shards of the first dimension over the processes of one mesh."""
+    """Errors for leaves that are not all shards of the first dimension over one dimension of one mesh.
+
+    Over others they may be copies (HSDP).
+    """
     if not sharded(leaves):
         return []
     problems, meshes = [], list[Any]()
@@ -190,24 +193,29 @@ def shard_problems(leaves: Mapping[str, Any]) -> list[str]:
         placements = getattr(p, "placements", None)
         if placements is None:
             problems.append(f"parameter {path!r} is whole, and others are shards: shard all trained parameters")
-        elif len(placements) != 1 or not placements[0].is_shard(0):
+        elif len(kinds := _shards_in(p)) != 1 or not kinds[0][1].is_shard(0):
             problems.append(
                 f"parameter {path!r} is placed as {tuple(placements)}: shard its first dimension alone, by FSDP2 over "
                 "one mesh dimension"
             )
-        elif p.device_mesh not in meshes:
-            meshes.append(p.device_mesh)
+        elif (own := (p.device_mesh, kinds[0][0])) not in meshes:
+            meshes.append(own)
     if len(meshes) > 1:
         problems.append(f"parameters are shards over {len(meshes)} different meshes: shard all of them over one")
     return errors.shortened(problems, "{} more parameters are placed so")
 
 
+def _shards_in(leaf: Any) -> list[tuple[int, Any]]:
+    """The dimensions of its mesh over which a leaf is not copied, and how it is placed there."""
+    return [(i, kind) for i, kind in enumerate(getattr(leaf, "placements", ())) if not kind.is_replicate()]
+
+
 def total_of(leaves: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
     """The function that sums a tensor over the processes that hold the shards, each of which calls it."""
     found = [leaf for leaf in leaves.values() if hasattr(leaf, "to_local")]
-    if not found:
+    if not found or not _shards_in(found[0]):
         return lambda tensor: tensor
-    group = found[0].device_mesh.get_group()
+    group = found[0].device_mesh.get_group(_shards_in(found[0])[0][0])
 
     def total(tensor: Tensor) -> Tensor:
         summed = tensor.clone()

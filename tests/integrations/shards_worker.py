@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate.state import AcceleratorState, DistributedType, PartialState
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from transformers.distributed import DistributedConfig
@@ -37,7 +37,7 @@ FSDP = {
 def whole(module):
     """The weights of a module, gathered."""
     found = {name: p.detach() for name, p in module.named_parameters()}
-    return {name: p.full_tensor() if hasattr(p, "full_tensor") else p.clone() for name, p in found.items()}
+    return {name: (p.full_tensor() if hasattr(p, "full_tensor") else p).clone() for name, p in found.items()}
 
 
 class Looks(transformers.TrainerCallback):
@@ -234,6 +234,21 @@ def dropped(dtype):
     return found
 
 
+def copied(sizes):
+    """theta~, and theta where it climbed along the gradient, of weights on a mesh of copies and shards."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
+    base = {name: p.detach() * 0.5 for name, p in module.named_parameters()}
+    fully_shard(module, mesh=init_device_mesh("cpu", sizes, mesh_dim_names=("copies", "shards")))
+    weights = ShardWeights(module, dict(module.named_parameters()), base, where=lambda *_: True)
+    with weights.at(draw(KEY, alpha_min=0.2, drop_prob=0.5, sigma=0.02)):
+        simulated = whole(module)
+    module(torch.ones(2, 3)).square().sum().backward()
+    with weights.climbed(rho=0.3):
+        climbed = whole(module)
+    return simulated, climbed, whole(module)
+
+
 def again(trainer, folder):
     """The errors of attaching to a trainer a second time, and to another one of its model."""
     other = trainer_of(trainer.model, folder / "out")
@@ -281,6 +296,7 @@ def main(rank, folder):
     found["failing"] = failing(folder)
     found["dropped"] = [dropped(dtype) for dtype in (None, torch.bfloat16)]
     found["waited"] = waited(folder)
+    found["copied"] = [copied(sizes) for sizes in ((2, 1), (1, 2))]
     found["errors"] = errors(folder)
     torch.save(found, folder / f"found{rank}.pt")
     dist.destroy_process_group()

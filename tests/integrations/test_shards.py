@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from smat_fn import draw, random, simulate
+from smat_fn.mat import asam
 from smat_fn.where import block_linear
 
 transformers = pytest.importorskip("transformers")
@@ -109,6 +110,23 @@ def test_shards_in_host_memory_change_when_their_copies_to_a_device_are_complete
     for one in found:
         seen, simulated = one["waited"]
         assert [torch.equal(shard, simulated) for shard in seen] == [False, True] * 2
+
+
+def test_weights_that_some_processes_copy_and_others_share_are_simulated_and_climb_as_whole_ones(found):
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
+    theta = {name: p.detach().clone() for name, p in module.named_parameters()}
+    base = {name: leaf * 0.5 for name, leaf in theta.items()}
+    wanted = simulate(theta, base, draw(KEY, alpha_min=0.2, drop_prob=0.5, sigma=0.02))
+    module(torch.ones(2, 3)).square().sum().backward()
+    slopes = {name: p.grad for name, p in module.named_parameters()}
+    above = asam.climb(theta, slopes, rho=0.3)
+    for one in found:
+        for simulated, climbed, after in one["copied"]:
+            assert all(torch.equal(simulated[path], leaf) for path, leaf in wanted.items())
+            for path, leaf in above.items():
+                torch.testing.assert_close(climbed[path], leaf, rtol=0, atol=1e-6)
+                assert torch.equal(after[path], theta[path])
 
 
 def test_a_second_attach_keeps_theta_0_and_trained_shards_are_not_taken_for_it(found):
