@@ -11,6 +11,7 @@ from .execution import levels, recorded, transformed
 from .types import Params
 
 GROUP = 1 << 26  # coordinates that one call takes: copies of all of them would take more memory
+WIDE = 1 << 24  # where several float32 copies of them are in memory
 
 
 class _Many:
@@ -33,6 +34,8 @@ class _Many:
     def to(self, dtype: torch.dtype) -> Self:
         if self.leaves[0].dtype == dtype:
             return self
+        if any(map(recorded, self.leaves)):  # by a number that is learned
+            return type(self)(leaf.to(dtype) for leaf in self.leaves)
         made = [torch.empty_like(leaf, dtype=dtype) for leaf in self.leaves]
         torch._foreach_copy_(made, self.leaves)
         return type(self)(made)
@@ -46,6 +49,9 @@ def elementwise(fn: Callable[..., Any], first: Params, *rest: Params, wide: bool
         first: a tree.
         rest: trees of its structure and shapes.
         wide: do not round.
+
+    Raises:
+        ValueError: for trees of other leaves.
     """
     trees = [tree.flatten(leaves) for leaves in (first, *rest)]
 
@@ -55,10 +61,11 @@ def elementwise(fn: Callable[..., Any], first: Params, *rest: Params, wide: bool
         made = fn(*(leaf.to(dtype) for leaf in leaves))
         return made if wide else made.to(kinds[0].dtype)
 
-    if not all(map(plain, trees)):
+    alike = all(leaves.keys() == trees[0].keys() for leaves in trees)  # else `tree_map` says what differs
+    if not alike or not all(map(plain, trees)):
         return tree.tree_map(tree.as_vectors(whole), first, *rest)
     found: dict[str, Tensor] = {}
-    for paths in groups(*trees):
+    for paths in groups(*trees, limit=WIDE):
         made = whole(*(_Many([leaves[path] for path in paths]) for leaves in trees))
         found.update(zip(paths, made.leaves, strict=True))
     return tree.unflatten(first, found)
@@ -71,15 +78,19 @@ def plain(leaves: Mapping[str, Tensor]) -> bool:
     )
 
 
-def groups(first: Mapping[str, Tensor], *rest: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Paths of leaves of one device and dtype in every tree, at most `GROUP` coordinates together, or one leaf."""
+def groups(first: Mapping[str, Tensor], *rest: Mapping[str, Tensor], limit: int | None = None) -> Iterator[list[str]]:
+    """Paths of leaves of one device and dtype in every tree, at most so many coordinates together, or one leaf.
+
+    Args: limit: None: `GROUP`.
+    """
+    limit = GROUP if limit is None else limit
     kinds: dict[Any, list[str]] = {}
     for path in first:
         kinds.setdefault(tuple((leaves[path].device, leaves[path].dtype) for leaves in (first, *rest)), []).append(path)
     for paths in kinds.values():
         group, size = list[str](), 0
         for path in paths:
-            if group and size + first[path].numel() > GROUP:
+            if group and size + first[path].numel() > limit:
                 yield group
                 group, size = [], 0
             group.append(path)

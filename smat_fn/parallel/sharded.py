@@ -304,17 +304,27 @@ class _FrozenShards(WrappedLoss):
         return self.inner.wants_key() or any(part.training for part in self.module.modules())
 
 
-def frozen_shards(loss_fn: ModuleLoss, params: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> ModuleLoss:
+def frozen_shards(
+    loss_fn: ModuleLoss,
+    params: Mapping[str, Tensor],
+    dtype: torch.dtype | None = None,
+    *,
+    stored: torch.dtype | None = None,
+) -> ModuleLoss:
     """The loss of a copy of the module that is frozen at these parameters, and sharded by FSDP2: for adapters.
 
     `smat_fn.lora.with_lora` and `smat_fn.lora.build` take it; each process holds the adapters whole, and
     `smat_fn.parallel.replicated` averages their gradients. All processes must run the same blocks.
 
-    Args: dtype: of all parameters, as `with_master_weights` around the loss wants it; None: their own.
-    Raises: ValueError for a loss that runs the module otherwise.
+    Args:
+        dtype: of all parameters of the module, as `with_master_weights` around the loss wants it; None: their own.
+        stored: of the shards of params alone, as `smat_fn.tree.cast` rounds; None: their own.
+
+    Raises:
+        ValueError: for a loss that runs the module otherwise.
     """
     errors.raise_problems(_otherwise(loss_fn), "frozen_shards")
-    return _FrozenShards(loss_fn, sharded_copy(loss_fn.module, params, dtype, frozen=True))
+    return _FrozenShards(loss_fn, sharded_copy(loss_fn.module, params, dtype, stored=stored, frozen=True))
 
 
 # over 60 lines with its docstring: what FSDP2 is told, in the order that it wants
@@ -334,13 +344,14 @@ def sharded_copy(
     Args:
         dtype: of all parameters while the module runs; None: their own.
         stored: of the shards; None: that of params.
-        frozen: none is trained, and shards have the dtype in which the module runs.
+        frozen: none is trained, and shards have the dtype in which the module runs, if one is given.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     # parameters of the copy are the module's own memory until they are sharded, which copies them
-    alike = {id(p): nn.Parameter(p.detach(), False) for p in module.parameters() if type(p) is nn.Parameter}
+    given = [p for p in module.parameters() if type(p) is nn.Parameter and not p.is_inference()]
+    alike = {id(p): nn.Parameter(p.detach(), False) for p in given}
     own = copy.deepcopy(module, alike)
     alike.clear()
     kinds = {leaf.dtype if stored is None else stored for leaf in params.values()}
@@ -356,10 +367,8 @@ def sharded_copy(
         for p in part.parameters():
             if (path := paths.pop(id(p), None)) is None:  # sharded already
                 continue
-            given = params.get(path)
-            p.data = _contiguous(
-                p if given is None else given, dtype if frozen or not p.ndim else None if given is None else stored
-            )
+            cast = dtype if dtype is not None and (frozen or not p.ndim) else stored if path in params else None
+            p.data = _unsharded(params.get(path, p), cast)
             p.requires_grad_(path in params and not frozen)
             numbers |= {p} if not p.ndim else set()
         root: Any = fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=numbers)
@@ -369,9 +378,10 @@ def sharded_copy(
     return own
 
 
-def _contiguous(leaf: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A leaf as FSDP2 wants it. Args: dtype: of numbers with a point; None: its own."""
-    return leaf.detach().to(dtype if leaf.is_floating_point() else None).contiguous()
+def _unsharded(leaf: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A leaf as FSDP2 wants it, contiguous; a number, which it does not copy, in memory of its own."""
+    own = leaf.detach().to(dtype if leaf.is_floating_point() else None).contiguous()
+    return own.clone() if not own.ndim or own.is_inference() else own
 
 
 def _otherwise(loss_fn: Any) -> list[str]:

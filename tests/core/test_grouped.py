@@ -37,7 +37,7 @@ DTYPES = [[torch.float32], [torch.bfloat16], [torch.float16], [torch.float64], S
 @pytest.mark.parametrize("dtypes", DTYPES, ids=["float32", "bfloat16", "float16", "float64", "several"])
 @pytest.mark.parametrize("group", [1, 20, 1 << 26])
 def test_groups_have_the_bits_of_one_leaf_at_a_time(dtypes, group, monkeypatch):
-    monkeypatch.setattr(grouped, "GROUP", group)
+    monkeypatch.setattr(grouped, "WIDE", group)
     first, second = trees(dtypes)
     given = tree.clone(first)
     found = grouped.elementwise(formula, first, second)
@@ -83,3 +83,20 @@ def test_a_number_that_is_a_tensor_does_not_widen_leaves_without_dimensions():
     assert {leaf.dtype for leaf in found.values()} == {torch.float32}
     expected = {path: (rate.float() * leaf + second[path]) for path, leaf in first.items()}
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(("change", "told"), [("lacks", "tree 2 lacks"), ("adds", "tree 2 has parameter 'more'")])
+def test_trees_of_other_leaves_are_an_error_that_names_them(change, told):
+    first, second = trees([torch.float32])
+    second = {**second, "more": torch.zeros(2)} if change == "adds" else {n: second[n] for n in list(second)[1:]}
+    with pytest.raises(ValueError, match=told):
+        grouped.elementwise(formula, first, second)
+
+
+def test_a_number_that_is_learned_has_its_derivative():
+    first, second = trees([torch.bfloat16])
+    rate = torch.tensor(0.3, requires_grad=True)
+    found = grouped.elementwise(lambda a, b: rate * a + (1 - rate) * b, first, second)
+    torch.stack([leaf.float().sum() for leaf in found.values()]).sum().backward()
+    wanted = sum((leaf.float() - second[path].float()).sum() for path, leaf in first.items())
+    torch.testing.assert_close(rate.grad, wanted, rtol=1e-2, atol=1e-2)

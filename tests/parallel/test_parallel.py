@@ -247,6 +247,14 @@ def test_a_module_is_sharded_block_by_block_from_its_own_memory(found):
         assert leaf.dtype == torch.float32
 
 
+def test_numbers_of_the_module_and_of_base_stay_and_frozen_layers_keep_their_dtype(found):
+    for one in found:
+        numbers, dtypes, (trained, frozen) = one["train.py"]["numbers stay"]
+        assert numbers == (2.0, 2.0)
+        assert dtypes == (torch.float64, torch.bfloat16, torch.float64)
+        assert trained == pytest.approx(frozen, rel=1e-6)  # of inference tensors
+
+
 def test_an_averaged_climb_on_shards_is_that_of_one_process_and_resumes_bit_for_bit(found, tmp_path):
     first = found[0]["train.py"]
     training = replace(worker.SHARDED, average="ema:0.7")

@@ -425,6 +425,7 @@ def shards_of_train_py(rank, folder):
     of_train_py(folder / "shards-late", "msam", averaging, world=world, stop=After(4))
     found["msam resumed"] = of_train_py(folder / "shards-late", "msam", averaging, world=world, resume=True)
     found["block by block"] = sharded_block_by_block()
+    found["numbers stay"] = numbers_stay()
     found["by task"] = sharded_by_task(folder / "shards-tasks", world=world)
     suite = blocks()
     own = parallel.Sharded(suite.loss_fn("task"), optim.adamw(1e-2, weight_decay=0.1))
@@ -459,6 +460,35 @@ def sharded_block_by_block():
     stays = all(torch.equal(p, before[path]) and p.requires_grad for path, p in module.named_parameters())
     moved = not torch.equal(own.whole(state).params["layers.0.weight"], start["layers.0.weight"])
     return found, start, stays and moved
+
+
+class Clamps(torch.nn.Module):
+    """Changes a number in its forward pass, as CLIP's logit scale, and has a frozen layer of another dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = torch.nn.Linear(5, 3), torch.nn.Parameter(torch.tensor(2.0), False)
+        self.tower = torch.nn.Linear(3, 1).bfloat16().requires_grad_(False)
+
+    def forward(self, x):
+        self.scale.data.clamp_(max=1.5)
+        return self.tower((self.layer(x) * self.scale).bfloat16()).float()
+
+
+def numbers_stay():
+    """The number of the module and of base that shards were made of, dtypes on shards, and losses."""
+    module, found = Clamps(), []
+    loss_fn, part = ModuleLoss(module, squares), [Micro(parallel.Share(blocks().batch("task", KEY, 0), 1.0))]
+    with torch.inference_mode():
+        params = {path: p.clone() for path, p in module.layer.named_parameters("layer")}
+    own = parallel.Sharded(loss_fn, optim.adam(1e-2))
+    _, info = own.update(KEY, own.init(params), part)
+    base = {**params, "scale": module.scale.detach().clone()}
+    frozen = parallel.frozen_shards(loss_fn, base, stored=torch.float64)
+    found = frozen.module.scale.dtype, frozen.module.tower.weight.dtype, frozen.module.layer.weight.dtype
+    frozen = parallel.frozen_shards(loss_fn, base)
+    loss, _ = frozen({}, blocks().batch("task", KEY, 0))
+    return (float(module.scale), float(base["scale"])), found, (float(info.loss), float(loss))
 
 
 def sharded_by_task(folder, *, world):

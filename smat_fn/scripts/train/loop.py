@@ -287,8 +287,9 @@ def _built(
 def _on_frozen_shards(loss_fn: LossFn, base: Mapping[str, Tensor], precision: Precision | None) -> ModuleLoss:
     """The loss of a copy of the module on shards of base, as adapters of this precision need it."""
     assert isinstance(loss_fn, ModuleLoss), "a suite's losses are of modules"
-    dtype = torch.bfloat16 if precision == "mixed" else None if precision is None else DTYPES[precision]
-    return frozen_shards(loss_fn, base, dtype)
+    if precision == "mixed":
+        return frozen_shards(loss_fn, base, torch.bfloat16)
+    return frozen_shards(loss_fn, base, stored=None if precision is None else DTYPES[precision])
 
 
 def _unread(base: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
