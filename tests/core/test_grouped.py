@@ -100,3 +100,25 @@ def test_a_number_that_is_learned_has_its_derivative():
     torch.stack([leaf.float().sum() for leaf in found.values()]).sum().backward()
     wanted = sum((leaf.float() - second[path].float()).sum() for path, leaf in first.items())
     torch.testing.assert_close(rate.grad, wanted, rtol=1e-2, atol=1e-2)
+
+
+def test_groups_hold_as_many_coordinates_as_allowed_or_one_leaf():
+    leaves = {name: torch.zeros(size) for name, size in {"a": 10, "b": 10, "c": 30, "d": 5}.items()}
+    leaves["e"] = torch.zeros(4, dtype=torch.bfloat16)
+    assert list(grouped.groups(leaves, limit=20)) == [["a", "b"], ["c"], ["d"], ["e"]]
+    assert list(grouped.groups(leaves)) == [["a", "b", "c", "d"], ["e"]]
+
+
+def test_wide_copies_are_of_few_coordinates_at_a_time(monkeypatch):
+    first, second = trees([torch.float32])
+    sizes, multiply = [], torch._foreach_mul
+
+    def counted(leaves, number):
+        sizes.append(sum(leaf.numel() for leaf in leaves))
+        return multiply(leaves, number)
+
+    monkeypatch.setattr(torch, "_foreach_mul", counted)
+    monkeypatch.setattr(grouped, "WIDE", 24)
+    grouped.elementwise(formula, first, second)
+    assert max(sizes) == 24
+    assert sum(sizes) == 2 * sum(leaf.numel() for leaf in first.values())
