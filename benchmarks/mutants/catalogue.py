@@ -1051,7 +1051,6 @@ MUTANTS = [
     ),
     *_of("parallel/shards.py:_shards_in", (" if not kind.is_replicate()", "")),
     *_of("scripts/train/resuming.py:restore", ("if shards is None else shards.stored_shape(place, own)", "")),
-    *_of("scripts/train/noise_level.py:with_sigma", ("(world, True) if training.shard", "(ALONE, True) if False")),
     *_of("tree.py:global_norm", ("over_shards(total)", "total")),
     *_of("tree.py:partition", ("picks(path, whole_leaf(path, leaf))", "picks(path, leaf)")),
     *_of("simulation/state.py:draw_parts", ("starts = starts or shard_starts()", "pass")),

@@ -56,7 +56,6 @@ TESTS = {
     "parallel/shards.py:_shards_in": "tests/integrations/test_shards.py",
     "parallel/sharded.py:_unsharded": "tests/parallel/test_parallel.py",
     "parallel/sharded.py:sharded_copy": "tests/parallel/test_parallel.py",
-    "scripts/train/noise_level.py:with_sigma": "tests/parallel/test_parallel.py",
     "ops/climb.py:climb_into": "tests/parallel/test_parallel.py",
     "tree.py:global_norm": "tests/parallel/test_parallel.py",
     "tree.py:partition": "tests/parallel/test_parallel.py",

@@ -327,7 +327,6 @@ def frozen_shards(
     return _FrozenShards(loss_fn, sharded_copy(loss_fn.module, params, dtype, stored=stored, frozen=True))
 
 
-# over 60 lines with its docstring: what FSDP2 is told, in the order that it wants
 def sharded_copy(
     module: nn.Module,
     params: Mapping[str, Tensor],

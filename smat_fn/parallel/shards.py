@@ -213,9 +213,10 @@ def _shards_in(leaf: Any) -> list[tuple[int, Any]]:
 def total_of(leaves: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
     """The function that sums a tensor over the processes that hold the shards, each of which calls it."""
     found = [leaf for leaf in leaves.values() if hasattr(leaf, "to_local")]
-    if not found or not _shards_in(found[0]):
+    over = _shards_in(found[0]) if found else []
+    if not over:
         return lambda tensor: tensor
-    group = found[0].device_mesh.get_group(_shards_in(found[0])[0][0])
+    group = found[0].device_mesh.get_group(over[0][0])
 
     def total(tensor: Tensor) -> Tensor:
         summed = tensor.clone()

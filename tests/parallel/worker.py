@@ -477,7 +477,7 @@ class Clamps(torch.nn.Module):
 
 def numbers_stay():
     """The number of the module and of base that shards were made of, dtypes on shards, and losses."""
-    module, found = Clamps(), []
+    module = Clamps()
     loss_fn, part = ModuleLoss(module, squares), [Micro(parallel.Share(blocks().batch("task", KEY, 0), 1.0))]
     with torch.inference_mode():
         params = {path: p.clone() for path, p in module.layer.named_parameters("layer")}
@@ -485,10 +485,10 @@ def numbers_stay():
     _, info = own.update(KEY, own.init(params), part)
     base = {**params, "scale": module.scale.detach().clone()}
     frozen = parallel.frozen_shards(loss_fn, base, stored=torch.float64)
-    found = frozen.module.scale.dtype, frozen.module.tower.weight.dtype, frozen.module.layer.weight.dtype
+    dtypes = frozen.module.scale.dtype, frozen.module.tower.weight.dtype, frozen.module.layer.weight.dtype
     frozen = parallel.frozen_shards(loss_fn, base)
     loss, _ = frozen({}, blocks().batch("task", KEY, 0))
-    return (float(module.scale), float(base["scale"])), found, (float(info.loss), float(loss))
+    return (float(module.scale), float(base["scale"])), dtypes, (float(info.loss), float(loss))
 
 
 def sharded_by_task(folder, *, world):

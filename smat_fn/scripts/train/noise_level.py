@@ -48,7 +48,7 @@ def with_sigma(
 
     Args:
         probe: the method is that of ``--probe``, whose sigma is not that of training.
-        world: the first process finds it, the others get it from there.
+        world: the first process finds it, the others get it from there; short runs on shards take all of them.
         report: gets a line with the number and where it is from.
 
     Returns:
