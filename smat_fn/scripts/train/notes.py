@@ -30,13 +30,14 @@ def cut_notes(suite: Suite, tasks: Sequence[str]) -> list[str]:
         if suite.recipe.get("truncate", "right") != "right":
             continue  # the shares are of rows that are cut on the right
         cut_rows, part, whole = (round(share * cut.rows) for share in (cut.eos, cut.answer, cut.whole_answer))
-        middle = ", or truncate prompt-middle," if cut_rows else ""  # not of encoder-decoders, which lose answers alone
+        # not of encoder-decoders, which lose answers alone
+        middle = ", or --suite-options truncate prompt-middle," if cut_rows else ""
         if cut_rows or part:
             notes.append(
                 f"note: {max(cut_rows, part)} of the {cut.rows} training rows of {task} "
                 f"{'is' if max(cut_rows, part) == 1 else 'are'} cut at max_length {suite.recipe['max_length']}, "
                 f"{max(part - whole, 0)} of them within the answer, {whole} before it: "
-                f"--suite-options max_length {cut.longest}{middle} keeps answers"
+                f"--max-length {cut.longest}{middle} keeps answers"
             )
     return notes
 

@@ -40,16 +40,14 @@ class RunOptions(RunSettings):
         return {i: self.out / checkpoint.SNAPSHOTS / str(i) / task for i in range(1, self.keep_snapshots + 1)}
 
 
-def suite_options(
-    preset: Preset, given: Mapping[str, Any], *, precision: Precision | None = None, **named: Any
-) -> dict[str, Any]:
-    """Options of the preset's suite: the preset's, overridden by ``given``, overridden by ``named`` that are not None.
+def suite_options(preset: Preset, given: Mapping[str, Any], *, precision: Precision | None = None) -> dict[str, Any]:
+    """Options of the preset's suite: the preset's, overridden by ``given``.
 
     Precision "bf16" and "fp32" set the dtype of a suite that has one, unless ``given`` does.
     """
-    if "dtype" in preset.options and "dtype" not in given:
-        named["dtype"] = {"bf16": "bfloat16", "fp32": "float32"}.get(precision or "")
-    return {**preset.options, **given, **{name: value for name, value in named.items() if value is not None}}
+    dtype = {"bf16": "bfloat16", "fp32": "float32"}.get(precision or "")
+    own = {"dtype": dtype} if dtype is not None and "dtype" in preset.options else {}
+    return {**preset.options, **own, **given}
 
 
 def experts_to_merge(run: RunOptions, known: Sequence[str], report: Callable[[str], None]) -> int:

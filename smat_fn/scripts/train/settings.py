@@ -43,10 +43,20 @@ class DataSettings:
     train: Annotated[str | None, arg(help_behavior_hint="(default: preset, or all)")] = None
     """Parameters to train: attention (query, key, value and output projections), or globs of parameter names,
     separated by commas."""
+    train_layers: Annotated[int | None, arg(help_behavior_hint=cli.open_at("all"))] = None
+    """Train only this number of top layers."""
+    batch_size: Annotated[int | None, arg(help_behavior_hint=cli.open_at("the suite's"))] = None
+    """Rows in a batch."""
+    max_length: Annotated[int | None, arg(help_behavior_hint=cli.open_at("the suite's"))] = None
+    """Language models and text encoders: maximum number of tokens of a row."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    device: Annotated[str | None, arg(help_behavior_hint="(default: the first GPU, or the CPU)")] = None
+    """Device of model and training, cpu or cuda:0."""
     suite_options: Annotated[
         cli.Values, arg(metavar="[NAME VALUE ...]", help_behavior_hint="(default: preset, or the suite's)")
     ] = field(default_factory=dict)
-    """Options of model and data, e.g. batch_size 4 device cpu. --help-all lists them."""
+    """Other options of model and data, e.g. truncate prompt-middle. --help-all lists them."""
     suite_seed: Annotated[int | None, arg(help_behavior_hint="(default: --seed)")] = None
     """Seed of the suite (splits, base). Experts to be merged need the same one."""
 

@@ -96,13 +96,11 @@ def test_training_rows_that_lose_their_end_are_notes(suite, train, tmp_path):
         "invert": Cut(8, 0, 0.5, 0, 99),
     }
     own = suite.replace(cuts=cuts.get, recipe={"max_length": 64, "truncate": "right"})
-    start = (
-        "training rows of rot90 are cut at max_length 64, 1 of them within the answer, 1 before it: --suite-options "
-    )
+    start = "training rows of rot90 are cut at max_length 64, 1 of them within the answer, 1 before it: --max-length"
     notes = [
-        f"note: 4 of the 8 {start}max_length 700, or truncate prompt-middle, keeps answers",
+        f"note: 4 of the 8 {start} 700, or --suite-options truncate prompt-middle, keeps answers",
         "note: 4 of the 8 training rows of invert are cut at max_length 64, 4 of them within the answer, 0 before it: "
-        "--suite-options max_length 99 keeps answers",
+        "--max-length 99 keeps answers",
     ]
     assert cut_notes(own, ("rot90", "mirror", "invert")) == notes
     one = own.replace(cuts=lambda task: Cut(48, 1 / 48, 1 / 48, 1 / 48, 309))
