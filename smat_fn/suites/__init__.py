@@ -4,6 +4,7 @@ Torch is imported with the first suite, not here: ``--help`` lists a suite's opt
 """
 
 import ast
+from collections.abc import Collection
 from dataclasses import MISSING, fields
 from importlib import import_module
 from itertools import pairwise
@@ -18,10 +19,15 @@ SUITES = {"digits": "Digits", "trace": "Trace", "clip8": "Clip8", "short_text": 
 __all__ = ["SUITES", "Suite", "describe_options", "has_heads", "load_suite", "task_names"]
 
 
-def load_suite(name: str, *, seed: int, **options: Any) -> Suite:
+def load_suite(name: str, *, seed: int, needed: Collection[str] | None = None, **options: Any) -> Suite:
     """The suite of a name.
 
-    Args: seed: of splits, base and heads, as the suite uses it; options: fields of the suite's ``Options``.
+    Args:
+        seed: of splits, base and heads, as the suite uses it.
+        needed: tasks whose rows are read and checked, where the suite can leave out those of others; default: all.
+            Names that are not tasks of the suite are left out.
+        options: fields of the suite's ``Options``.
+
     Raises: ValueError for a name not in `SUITES`, unknown, missing or bad options, and whatever the suite cannot load.
     """
     suite = _class(name, options)
@@ -29,6 +35,8 @@ def load_suite(name: str, *, seed: int, **options: Any) -> Suite:
     if lacking := [option for option in required if options.get(option) in (None, "")]:
         way = f"--{lacking[0]}, or --suite-options {lacking[0]} where a command has no such option"
         raise ValueError(f"{name} needs {' and '.join(lacking)}: a folder, or a name on the hub ({way})")
+    if needed is not None and "only" in {field.name for field in fields(suite.Options)}:
+        options["only"] = tuple(task for task in suite.task_names(**options) if task in needed) or None
     return suite(seed=seed, **options)
 
 

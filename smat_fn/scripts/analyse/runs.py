@@ -221,7 +221,7 @@ def _load(path: Path, suites: dict[str, Suite], options: Mapping[str, Any]) -> R
     if len(lines) > 1:
         raise ValueError(f"{path} holds experts of {sorted(map(str, lines))}: give a run of one method and seed")
     ((label, method, seed),) = lines
-    recipe = json.dumps([manifest.get("suite") for manifest in inputs.manifests.values()])
+    recipe = json.dumps({task: manifest.get("suite") for task, manifest in inputs.manifests.items()})
     suite = suites[recipe] = common_suite(inputs, options, known=suites.get(recipe))
     order = [task for task in suite.tasks if task in inputs.experts]
     experts = {task: inputs.experts[task] for task in order}

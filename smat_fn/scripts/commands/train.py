@@ -132,7 +132,7 @@ def train(args: Train, world: "parallel.World") -> None:
     from smat_fn.scripts.train.options import check_run, experts_to_merge, suite_options
     from smat_fn.scripts.train.resuming import Interrupted, on_signals
     from smat_fn.scripts.train.training import train_run
-    from smat_fn.suites import describe_options, load_suite
+    from smat_fn.suites import load_suite
     from smat_fn.suites.trace_rows import given_metric
 
     torch.set_num_threads(args.process.threads)
@@ -142,7 +142,6 @@ def train(args: Train, world: "parallel.World") -> None:
     given = cli.with_named(own.suite_options, **_named(own, preset.suite))
     options = suite_options(preset, given, precision=args.training.precision)
     known, options = _tasks(preset.suite, options, tasks)
-    only = {"only": tasks} if tasks and "only" in describe_options(preset.suite) else {}
     run = _run_options(args, with_rows := tasks or known, preset.seed if seed is None else seed)
     report = partial(print, flush=True) if world.leads else lambda line: None
     if isinstance(method, Mergopt) and method.k_max is None:
@@ -158,7 +157,8 @@ def train(args: Train, world: "parallel.World") -> None:
     if world.leads:
         say(f"loading suite {preset.suite}{f': {sources}' if sources else ''}")
     with world.first():
-        suite = load_suite(preset.suite, seed=run.seed if own.suite_seed is None else own.suite_seed, **options, **only)
+        seed = run.seed if own.suite_seed is None else own.suite_seed
+        suite = load_suite(preset.suite, seed=seed, needed=tasks or None, **options)
     raise_problems(given_metric(suite, options))
     if run.joint:
         suite, training, run = joint_run(suite, training, run)

@@ -59,7 +59,7 @@ def evaluate(
             their manifest names, and scores that are not numbers.
     """
     manifests = manifests_of(folders)
-    models = suited(manifests, options or {}, implied, split)
+    models = suited(manifests, options or {}, implied, split, other_tasks=other_tasks is not None)
     errors.raise_problems(_base_problems(models) if base else [])
     check(main_table(planned(manifests.values(), split=split), split=split))
     notes = [note for model in models for note in model.suite.notes]

@@ -115,10 +115,16 @@ def manifests_of(folders: Sequence[Path]) -> dict[Path, dict[str, Any]]:
 
 
 def suited(
-    manifests: Mapping[Path, dict[str, Any]], options: Mapping[str, Any], implied: Mapping[str, Any], split: str
+    manifests: Mapping[Path, dict[str, Any]],
+    options: Mapping[str, Any],
+    implied: Mapping[str, Any],
+    split: str,
+    *,
+    other_tasks: bool = False,
 ) -> list[Model]:
     """The checkpoints with their suites.
 
+    Args: other_tasks: read the rows of all tasks of the suites, not only of those that the checkpoints are of.
     Raises: ValueError that lists everything that keeps the checkpoints from being scored together.
     """
     # third-party experts name no suite, nor does a model merged from them
@@ -130,6 +136,7 @@ def suited(
     loaded: dict[str, tuple[Suite, str]] = {}  # one model for the recipes that differ in tasks alone
     wholes: dict[str, str | None] = {}
     rows_of: dict[tuple[Any, ...], Path] = {}
+    needed = None if other_tasks else list(dict.fromkeys(task for m in manifests.values() for task in tasks_of(m)))
     problems = unreplaced(folder for folder, m in manifests.items() if m["kind"] != "merged") + _stale(manifests)
     for folder, manifest in manifests.items():
         line = manifest["label"], model_of(manifest), manifest["seed"]
@@ -141,7 +148,7 @@ def suited(
                 "images, with --model BASE --data DATA"
             )
             continue
-        suite, base = _loaded(recipe, named_by.values(), options, loaded)
+        suite, base = _loaded(recipe, named_by.values(), {**options, "needed": needed}, loaded)
         models.append(Model(folder, manifest, suite, base))
         fits = FOREIGN in manifest or manifest.get("base_fingerprint") == base
         if not fits and manifest["kind"] == "merged":  # perhaps of whole models of other tools

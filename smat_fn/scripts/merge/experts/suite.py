@@ -54,7 +54,7 @@ def suite_and_part(
     errors.raise_problems(problems)
     assert first is not None
     asked = {**first, **own_dtype({**first, **options}.get("name"), inputs.base), **options}
-    suite = known or load_suite(**asked)
+    suite = known or load_suite(**asked, needed=inputs.experts)
     errors.raise_problems(
         [
             *given_metric(suite, options),

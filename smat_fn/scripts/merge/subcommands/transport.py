@@ -1,7 +1,7 @@
 """Experts of a run moved to another base, as a run of its own that can be merged and scored."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def transport(asked: Transport) -> Iterator[str]:
     errors.raise_problems(_problems(asked))
     inputs = load_inputs(*all_inputs(asked.run))
     old = common_suite(inputs, {})
-    new = _other_suite(old, asked)
+    new = _other_suite(old, asked, inputs.experts)
     about = checkpoint.describe(new.base, kind="base", suite=json.loads(json.dumps(new.recipe)))
     facts = {task: _facts(asked, inputs, task) for task in inputs.experts}
     places = {task: asked.out / task for task in facts}
@@ -87,11 +87,12 @@ def _problems(asked: Transport) -> list[str]:
     return problems
 
 
-def _other_suite(old: Suite, asked: Transport) -> Suite:
-    """The suite of the same tasks and rows with the new base."""
+def _other_suite(old: Suite, asked: Transport, tasks: Collection[str]) -> Suite:
+    """The suite of the same tasks and rows with the new base; rows of these tasks alone are read."""
     if asked.model is not None and "model" not in describe_options(old.name):
         raise ValueError(f"suite {old.name!r} has no model to choose: leave out --model, and pass --suite-options")
-    new = load_suite(**{**old.recipe, **with_named(asked.suite_options, model=asked.model)})
+    options = {**old.recipe, **with_named(asked.suite_options, model=asked.model)}
+    new = load_suite(**options, needed=tasks)
     problems = [f"task {task!r} is not in the suite with these options" for task in old.tasks if task not in new.tasks]
     if checkpoint.same(old.base, new.base):
         problems.append(f"the new base has the weights of the old one, {asked.run / BASE}: there is nothing to move")
