@@ -850,6 +850,27 @@ def test_only_the_chosen_tasks_are_read_and_the_recipe_stays(load, folders, tmp_
     assert "columns" not in part.recipe
 
 
+def test_experts_of_some_tasks_are_merged_and_scored_without_the_rows_of_others(folders, tmp_path, monkeypatch):
+    def called(command, *words):
+        monkeypatch.setattr(sys, "argv", [command.__name__, *map(str, words)])
+        command()
+
+    rows, run = shutil.copytree(folders / "rows", tmp_path / "rows"), tmp_path / "run"
+    write(rows / "broken", {"train.json": []})
+    own = ["--model", folders / "model", "--data", rows, "--tasks", "tone", "topic", "--max-length", 16]
+    own += ["--batch-size", 4, "--train-layers", 1, "--device", "cpu", "--steps", 2, "--seed", 3]
+    called(entry.train, "ft", "--preset", "text", "--out", run, *own)
+    recipe = checkpoint.load_manifest(run / "tone")["suite"]
+    assert recipe["tasks"] == ["broken", "tone", "topic"]
+    assert (recipe["batch_size"], recipe["max_length"], recipe["train_layers"]) == (4, 16, 1)
+    called(entry.merge, "ta", "--run", run, "--search", "--grid", "0.5", "--out", run / "merged")
+    called(entry.evaluate, run, run / "merged/ta", "--out", tmp_path / "scores", "--device", "cpu")
+    found = [json.loads(line) for line in (tmp_path / "scores/results.jsonl").read_text().splitlines()]
+    assert [row["task"] for row in found] == ["tone", "topic", "tone", "topic"]
+    with pytest.raises(SystemExit, match="broken"):
+        called(entry.evaluate, run, "--other-tasks")
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # of torch: forward derivatives import it
 @pytest.mark.parametrize(
     "options",

@@ -618,6 +618,7 @@ def test_only_the_chosen_tasks_are_read_and_the_recipe_stays(load, tmp_path):
     assert part.tasks == ("FOMC", "other")
     assert part.recipe["tasks"] == ["FOMC", "other"]
     assert load(data=str(tmp_path), only="FOMC").options.only == ("FOMC",)
+    assert load(data=str(tmp_path), needed=["mine", "FOMC"]).options.only == ("FOMC",)
     with pytest.raises(ValueError, match="only names mine, the tasks are FOMC, other"):
         load(data=str(tmp_path), only="FOMC,mine")
     with pytest.raises(ValueError, match="tasks are 3: give their names, between commas"):
