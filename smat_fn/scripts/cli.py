@@ -27,6 +27,7 @@ from tyro.constructors import (
 
 from ..errors import Problems, printable, raise_problems, suggestion
 from . import outcome
+from .other_names import spelled_otherwise
 
 NONE = tyro.conf.arg(help_behavior_hint="(default: none)")
 SUITE = tyro.conf.arg(metavar="[NAME VALUE ...]", help_behavior_hint="(default: as they were trained)")
@@ -208,48 +209,6 @@ def suite_help(options: type, words: Sequence[str]) -> str:
             text = f"{re.sub(r' [(]default: .*[)][.]$', '.', text)} (default: {value})"
         lines += textwrap.wrap(f"{option}: {text}", 100, initial_indent="  ", subsequent_indent="      ")
     return "\n".join([*lines, ""])
-
-
-OF_TRAINERS = {
-    "learning-rate": "--lr",
-    "num-train-epochs": "--epochs",
-    "max-steps": "--steps",
-    "per-device-train-batch-size": "--batch-size",
-    "gradient-accumulation-steps": "--accumulate",
-    "warmup-steps": "--warmup",
-    "lr-scheduler-type": "--schedule",
-    "max-seq-length": "--max-length",
-    "bf16": "--precision bf16",
-    "batch-size": "--suite-options decode_batch N (language models) or eval_batch N",  # of commands that score
-    "output-dir": "--out",
-    "model-name-or-path": "--model",
-    "dataset": "--data",
-    "dataset-name": "--data",
-}
-
-
-def spelled_otherwise(words: Sequence[str], options: type) -> list[str]:
-    """Errors for options of transformers' and other trainers that have another name here, and for those of suites."""
-    kinds = [kind for own in get_type_hints(options).values() for kind in (own, *get_args(own))]  # of a union too
-    known = {field.name for part in (options, *kinds) if is_dataclass(part) for field in fields(part)}
-    if "suite_options" not in known:
-        return []
-    given = dict.fromkeys(word[2:].partition("=")[0].replace("_", "-") for word in words if word.startswith("--"))
-    strange = [name for name in given if _field(name) not in known]
-    ours = {name: own for name in strange if (own := OF_TRAINERS.get(name)) and _field(own.split()[0]) in known}
-    problems = [f"--{name} is {own} here" for name, own in ours.items()]
-    if others := [name for name in strange if name not in ours]:
-        from ..suites import SUITES, describe_options  # loads torch
-
-        of_suites = {option for suite in SUITES for option in describe_options(suite)}
-        found = [name for name in others if _field(name) in of_suites]
-        problems += [f"--{n} is an option of a suite: write --suite-options {_field(n)} VALUE" for n in found]
-    return problems
-
-
-def _field(option: str) -> str:
-    """The field of an option, with its dashes or without."""
-    return option.removeprefix("--").replace("-", "_")
 
 
 _ARGUMENT = re.compile(r"`(\w+)(?:=([^`]*))?`")  # an argument of a function in an error, perhaps with its value

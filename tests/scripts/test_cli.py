@@ -14,6 +14,7 @@ from smat_fn.scripts import cli
 from smat_fn.scripts.cli import mistyped, spoken
 from smat_fn.scripts.commands import eval as evaluation
 from smat_fn.scripts.commands import train
+from smat_fn.scripts.other_names import spelled_otherwise
 from smat_fn.scripts.train.settings import OptimizerSettings
 from smat_fn.where import mask_problems
 
@@ -165,15 +166,15 @@ def test_options_of_several_words_are_said_as_the_command_line_has_them(monkeypa
 
 def test_options_of_trainers_and_of_suites_are_said_as_they_are_written_here():
     words = "--learning-rate 1e-4 --bf16 --num_train_epochs=3 --truncate left --batch-size 4 --sigma 1 --strange 2"
-    assert cli.spelled_otherwise(words.split(), train.Train) == [
+    assert spelled_otherwise(words.split(), train.Train) == [
         "--learning-rate is --lr here",
         "--bf16 is --precision bf16 here",
         "--num-train-epochs is --epochs here",
         "--truncate is an option of a suite: write --suite-options truncate VALUE",
     ]
-    (scored,) = cli.spelled_otherwise(["--batch-size", "4", "--learning-rate", "1"], evaluation.Eval)
+    (scored,) = spelled_otherwise(["--batch-size", "4", "--learning-rate", "1"], evaluation.Eval)
     assert scored == "--batch-size is --suite-options decode_batch N (language models) or eval_batch N here"
-    assert cli.spelled_otherwise(["--truncate", "left"], Own) == []
+    assert spelled_otherwise(["--truncate", "left"], Own) == []
 
 
 def test_an_option_of_a_suite_is_given_once():

@@ -47,7 +47,7 @@ from smat_fn.scripts.cli import NONE
 from smat_fn.scripts.merge.commands import COMMANDS
 from smat_fn.scripts.merge.search.over import over_of, with_searched
 from smat_fn.scripts.merge.settings import check_given
-from smat_fn.scripts.merge.words import by_density, by_file, by_glob, without_foreign
+from smat_fn.scripts.merge.words import by_density, by_file, by_glob, refuse_loose, without_foreign
 
 
 @dataclass(frozen=True)
@@ -539,6 +539,6 @@ def command(script: str, launch: Sequence[str]) -> None:
     more |= {name: COMMANDS[name][1].__doc__ or "" for name in BY_DATA}
     cli.run(
         script, main, Merge, description=__doc__, commands=COMMANDS, names=NAMES, elsewhere=OF_MERGEKIT,
-        prepare=lambda words: with_searched(by_glob(by_density(by_file(without_foreign(words))))),
+        prepare=lambda words: with_searched(by_glob(by_density(by_file(refuse_loose(without_foreign(words), NAMES))))),
         shown=shown, first=FIRST, brief=(Brief, more),
     )  # fmt: skip

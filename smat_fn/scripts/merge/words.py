@@ -1,6 +1,7 @@
 """Words of merge.py's command line: short forms written out, and options of mergekit 0.1.5 refused with a way out."""
 
 import re
+from collections.abc import Collection
 from itertools import takewhile
 
 _DROP = "leave out"
@@ -57,6 +58,15 @@ def without_foreign(words: list[str]) -> list[str]:
                     f"--coef takes one number, not {' '.join(numbers)}: for a weight of each expert write --coef 1 "
                     f"--experts {weights}{lines if len(numbers) == 2 else ''}"
                 )
+    return words
+
+
+def refuse_loose(words: list[str], mergers: Collection[str]) -> list[str]:
+    """The same words. Raises: ValueError for words between a merger and its first option."""
+    if words and words[0] in mergers and (own := [*takewhile(lambda word: not word.startswith("-"), words[1:])]):
+        if any(word in mergers for word in own):
+            raise ValueError(f"{' '.join([words[0], *own])}: give one merger a command, or all, the paper's five")
+        raise ValueError(f"{' '.join([words[0], *own])}: experts are given as --experts {' '.join(own)}")
     return words
 
 

@@ -6,9 +6,9 @@ from dataclasses import fields
 import pytest
 
 from smat_fn.scripts import cli, entry
-from smat_fn.scripts.commands.merge import Choices, Inputs, Machine, Merge, Outputs
+from smat_fn.scripts.commands.merge import NAMES, Choices, Inputs, Machine, Merge, Outputs
 from smat_fn.scripts.merge.commands import COMMANDS
-from smat_fn.scripts.merge.words import FOREIGN, by_density, by_file, without_foreign
+from smat_fn.scripts.merge.words import FOREIGN, by_density, by_file, refuse_loose, without_foreign
 
 
 def test_density_is_keep(capsys):
@@ -72,3 +72,12 @@ def test_no_option_here_is_called_foreign():
     words = ["ta", "--coef", "0.5", "--coefs", "a", "0.1", "--lines", "0.2", "1", "--seed", "3"]
     assert without_foreign(words) == words
     assert without_foreign(["ta", "--coef", "*a*=0.5", "--out", "0.2"]) == ["ta", "--coef", "*a*=0.5", "--out", "0.2"]
+
+
+def test_words_between_a_merger_and_its_first_option_are_refused():
+    for words in (["ta", "--out", "O"], ["recipe.yml", "OUT"], ["export", "F"], ["adapters", "--experts", "A"], []):
+        assert refuse_loose(words, NAMES) == words
+    with pytest.raises(ValueError, match=r"^ties A B: experts are given as --experts A B$"):
+        refuse_loose(["ties", "A", "B", "--coef", "1"], NAMES)
+    with pytest.raises(ValueError, match=r"^ta ties: give one merger a command, or all, the paper's five$"):
+        refuse_loose(["ta", "ties"], NAMES)
