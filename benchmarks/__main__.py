@@ -26,6 +26,7 @@ BENCHMARKS = {
     "scale": "SMAT and FT on a Llama of 124M parameters on the CPU, in bf16 and float32 (an hour on 2 cores)",
     "compiling": "torch.compile of a step on as many leaves as Llama-1B has: nodes and seconds (about 3 minutes)",
     "train-features": "every way to train beside plain fine-tuning: steps/s and memory (2 cores, about 7 minutes)",
+    "lora-memory": "memory of a step of adapters, a layer at a time and all at once (a CPU, about a minute)",
     "merge": "merging folders against mergekit in another Python (--mergekit PYTHON; tens of minutes)",
     "backbones": "pretrained backbones that packages ship, converted and checked (a minute, 300 MB of downloads)",
     "when-it-pays": "the gain over FT against interference, experts and rates, from all stored runs (runs nothing)",
