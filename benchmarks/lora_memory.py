@@ -43,9 +43,7 @@ def main(*, dry_run: bool = False) -> None:
     Args:
         dry_run: small layers, and nothing is stored.
     """
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = (
-        "65536"  # of glibc, in the processes to come: what is freed goes back at once
-    )
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # of glibc: what the processes to come free goes back at once
     context, rows = multiprocessing.get_context("spawn"), []
     for by_layer in (True, False):
         for simulated in (False, True):

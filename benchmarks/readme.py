@@ -598,6 +598,20 @@ def steps(result: dict[str, Any]) -> str:
     return f"{table(head, lines)}\n{_measured(result, clip)}\n"
 
 
+def lora_memory(result: dict[str, Any]) -> str:
+    """Peaks of a step of adapters above the weights, by what is formed at a time and dtype."""
+    peaks = {(row["state"], row["weights"], row["dtype"]): row["MiB above the weights"] for row in result["rows"]}
+    kinds = dict.fromkeys(dtype for _, _, dtype in peaks)
+    cases = dict.fromkeys((state, weights) for state, weights, _ in peaks)
+    lines = [(", ".join(case), *(f"{peaks[*case, kind]:,.0f} MiB" for kind in kinds)) for case in cases]
+    head = f"Peak of a step above the {result['layers'] * 16} MiB of weights", *kinds
+    return (
+        f"{table(head, lines)}\n"
+        f"{result['layers']} linear layers with adapters of rank {result['rank']}, Adam included. From "
+        f"`{result['command']}` at commit {result['commit'][:7]} on {result['hardware']}.\n"
+    )
+
+
 def _gpu(result: dict[str, Any]) -> str:
     return re.search(r"NVIDIA (\w+)", result["hardware"])[1]  # type: ignore[index]
 
@@ -637,6 +651,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "merge_avx2": ("docs/folders.md", merge_avx2),
     "merge_shared": ("docs/folders.md", merge_shared),
     "merge_gpu": ("docs/folders.md", merge_gpu),
+    "lora_memory": ("docs/lora.md", lora_memory),
     "kernels": ("docs/kernels.md", kernels),
     "steps": ("docs/kernels.md", steps),
 }
