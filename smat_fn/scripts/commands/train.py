@@ -218,10 +218,9 @@ def _named(own: DataSettings, suite: str) -> dict[str, Any]:
     named = {name: getattr(own, name) for name in values} | {name: getattr(own, name) or None for name in flags}
     there = describe_options(suite)
     if strange := ["--" + n.replace("_", "-") for n, value in named.items() if value is not None and n not in there]:
-        raise ValueError(
-            f"the preset {own.preset} has no {', '.join(strange)}: for a model and data of your own pass --preset lm "
-            "(language models), text (text encoders) or images"
-        )
+        others = "for a model and data of your own pass --preset lm (language models), text (text encoders) or images"
+        way = "leave out what it lacks" if "model" in there else others
+        raise ValueError(f"the preset {own.preset} has no {', '.join(strange)}: {way}")
     return named
 
 
