@@ -222,8 +222,6 @@ def test_other_kinds_of_adapters_are_refused_by_name(settings, name, base, adapt
 
 
 KINDS = {
-    "LoHa": lambda peft, **own: peft.LoHaConfig(r=2, **own),
-    "LoKr": lambda peft, **own: peft.LoKrConfig(r=2, **own),
     "AdaLoRA": lambda peft, **own: peft.AdaLoraConfig(init_r=2, target_r=2, total_step=9, **own),
     "IA3": lambda peft, **own: peft.IA3Config(feedforward_modules=[], **own),
     "OFT": lambda peft, **own: peft.OFTConfig(r=0, oft_block_size=2, **own),
@@ -255,6 +253,66 @@ def test_adapters_of_peft_that_are_no_plain_lora_are_refused_everywhere_by_their
     with pytest.raises(ValueError, match="holds an adapter, not a whole model: only experts can be adapters"):
         merge_folders(TA, expert, {"x": base}, out)
     assert not out.exists()
+
+
+PRODUCTS = {
+    "LoHa": lambda peft, **own: peft.LoHaConfig(r=2, alpha=3, **own),
+    "LoHa with cores": lambda peft, **own: peft.LoHaConfig(r=2, alpha=3, use_effective_conv2d=True, **own),
+    "LoKr": lambda peft, **own: peft.LoKrConfig(r=1, alpha=3, decompose_factor=2, **own),
+    "LoKr of factors": lambda peft, **own: peft.LoKrConfig(r=1, alpha=3, decompose_both=True, **own),
+    "LoKr with cores": lambda peft, **own: peft.LoKrConfig(
+        r=1, alpha=3, decompose_factor=2, use_effective_conv2d=True, **own
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PRODUCTS)
+def test_hadamard_and_kronecker_products_of_peft_are_experts(kind, folders, tmp_path):
+    peft = pytest.importorskip("peft")
+    generator = torch.Generator().manual_seed(0)
+    conv = torch.nn.Conv2d(4, 12, 3)
+    model = torch.nn.Sequential(torch.nn.Linear(12, 8), torch.nn.Linear(6, 4), conv, torch.nn.Conv2d(12, 6, 1))
+    base = folders.save(tmp_path / "base", {name: leaf.clone() for name, leaf in model.state_dict().items()})
+    config = PRODUCTS[kind](peft, target_modules=["0", "2", "3"], alpha_pattern={"2": 5})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft's on its own settings
+        wrapped = peft.get_peft_model(model, config)
+    with torch.no_grad():
+        for leaf in wrapped.parameters():
+            if leaf.requires_grad:
+                leaf.copy_(torch.randn(leaf.shape, generator=generator))
+    wrapped.save_pretrained(tmp_path / "expert")
+    stored = load_file(tmp_path / "expert/adapter_model.safetensors")
+    assert any(("hada_t" in name) or ("lokr_t" in name) for name in stored) == ("cores" in kind)
+
+    def as_whole(base, name):
+        merge_folders(WeightAverage(), base, {"x": tmp_path / name}, tmp_path / f"of-{name}", out_dtype="float32")
+        return folders.load(tmp_path / f"of-{name}")
+
+    found = as_whole(base, "expert")
+    before = folders.load(base)
+    for name, leaf in wrapped.merge_and_unload().state_dict().items():
+        torch.testing.assert_close(found[name], leaf, rtol=1e-5, atol=1e-5)
+        assert name.endswith("bias") or name[0] == "1" or not torch.allclose(before[name], leaf)
+    # as a LoRA of a rank that holds all of it
+    extract_lora(base, tmp_path / "expert", tmp_path / "lora", rank=12, linear_only=False)
+    torch.testing.assert_close(as_whole(base, "lora"), found, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match=f"sets peft_type to '{kind.split()[0].upper()}', which is not read here"):
+        merge_adapters({"x": tmp_path / "expert"}, tmp_path / "none", lambda held: held["x"])
+
+
+def test_a_product_that_does_not_fit_base_is_an_error(folders, tmp_path):
+    peft = pytest.importorskip("peft")
+    base = folders.save(tmp_path / "base", torch.nn.Sequential(torch.nn.Linear(6, 8)).state_dict())
+    other = torch.nn.Sequential(torch.nn.Linear(6, 4))
+    peft.get_peft_model(other, peft.LoHaConfig(r=2, target_modules=["0"])).save_pretrained(tmp_path / "expert")
+    with pytest.raises(ValueError, match=r"the tensors of 'base_model.model.0', .*, do not make a change of parameter"):
+        plan(TA, base, {"x": tmp_path / "expert"}, tmp_path / "none")
+    tensors = load_file(tmp_path / "expert/adapter_model.safetensors")
+    del tensors["base_model.model.0.hada_w2_b"]
+    save_file(tensors, tmp_path / "expert/adapter_model.safetensors")
+    with pytest.raises(ValueError, match="has no other factor in"):
+        plan(TA, base, {"x": tmp_path / "expert"}, tmp_path / "none")
 
 
 @pytest.mark.parametrize(

@@ -347,16 +347,17 @@ def test_names_of_a_unet_that_counts_its_blocks_otherwise_are_not_taken_for_each
 A, B = torch.ones(2, 6), torch.ones(6, 2)
 K = f"lora_unet_{flat(Q)}"
 ERRORS = {
-    "a LoHa": (
+    "half of a LoHa": (
         {f"{K}.hada_w1_a": A, f"{K}.hada_w2_a": A, f"{K}.alpha": A[0, 0]},
-        rf"holds '{K}.hada_w1_a', which is n",
+        rf"'{K}.hada_w1_a' has no other factor in x.safetensors: save",
     ),
-    "a LoKr": ({f"{K}.lokr_w1": A}, rf"holds '{K}.lokr_w1', which is not of a plain LoRA: merge it into its model by"),
+    "half of a LoKr": ({f"{K}.lokr_w1": A}, rf"'{K}.lokr_w1' has no other factor in x.safetensors: save the adapter"),
+    "a LoKr of another base": ({f"{K}.lokr_w1": A, f"{K}.lokr_w2": B}, "do not make a change of parameter"),
     "a DoRA": (
         {f"{K}.lora_down.weight": A, f"{K}.lora_up.weight": B, f"{K}.dora_scale": A},
         "holds '.*dora_scale', wh",
     ),
-    "Tucker": ({f"{K}.lora_down.weight": A, f"{K}.lora_mid.weight": A}, "holds '.*lora_mid.weight', which is not of a"),
+    "a core alone": ({f"{K}.lora_down.weight": A, f"{K}.lora_mid.weight": A}, "lora_down.weight' has no other factor"),
     "a bias": ({f"unet.{Q}.lora_A.weight": A, f"unet.{Q}.lora_B.bias": A[0]}, "holds '.*lora_B.bias', which is not of"),
     "DoRA of PEFT": (
         {f"unet.{Q}.lora_A.weight": A, f"unet.{Q}.lora_magnitude_vector": A[0]},

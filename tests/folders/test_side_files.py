@@ -354,10 +354,10 @@ def test_an_expert_without_a_tokenizer_is_not_its_source(models, tmp_path):
 
 
 def test_an_expert_that_cannot_be_opened_is_one_error_where_its_files_are_asked_for_too(models, tmp_path):
-    change(models / "ADAPTER", "adapter_config.json", peft_type="LOHA")
+    change(models / "ADAPTER", "adapter_config.json", peft_type="VERA")
     change(models / "ADAPTER", "tokenizer_config.json")
     for asked in {"tokenizer_from": "lora"}, {"config_from": "lora"}:
-        with pytest.raises(ValueError, match=r"^expert 'lora': .*LOHA") as error:
+        with pytest.raises(ValueError, match=r"^expert 'lora': .*VERA") as error:
             plan(TA, models / "BASE", {"lora": models / "ADAPTER"}, tmp_path / "out", **asked)
         assert "lora has no" not in str(error.value)
 

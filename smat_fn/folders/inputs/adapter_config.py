@@ -1,4 +1,4 @@
-"""The configuration of a LoRA adapter: which settings a merge can follow, and the scale of each module's factors."""
+"""The configuration of an adapter: which settings a merge can follow, and the scale of each module's factors."""
 
 import math
 import sys
@@ -42,6 +42,15 @@ _USED = {
     "use_rslora": None,
     "fan_in_fan_out": None,
 }
+_OF_PRODUCTS = {  # fields of LoHa and LoKr alone, which say how the tensors that are stored were made
+    "decompose_both",
+    "decompose_factor",
+    "init_weights",
+    "module_dropout",
+    "rank_dropout",
+    "rank_dropout_scale",
+    "use_effective_conv2d",
+}
 _BIASES = "all", "lora_only"  # that are trained, and stored as whole leaves
 MERGED = "merge it into its base with peft, and give the result"
 _UNMERGED = "it is not a fixed change of weights, so it cannot be merged: leave it out"
@@ -55,6 +64,14 @@ _WITHOUT_WEIGHTS = (
     "XLORA",
     "POLY",
 )
+
+
+def as_lora(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of a LoHa or LoKr as that of a LoRA with the same ranks and scales; of others as it is."""
+    if config.get("peft_type") not in ("LOHA", "LOKR"):
+        return dict(config)
+    own = {name: value for name, value in config.items() if name not in {*_OF_PRODUCTS, "alpha"}}
+    return {**own, "peft_type": "LORA", "lora_alpha": config.get("alpha")}
 
 
 def config_problems(label: str, config: Mapping[str, Any], *, whole: bool = False) -> Iterator[str]:
@@ -126,15 +143,16 @@ def _no_numbers(config: Mapping[str, Any]) -> Iterator[str]:
     )
 
 
-def scale_of(label: str, config: Mapping[str, Any], module: str, rank: int) -> float:
+def scale_of(label: str, config: Mapping[str, Any], module: str, rank: int | None) -> float:
     """The scale of a module's factors: alpha / rank, or alpha / √rank.
 
+    Args: rank: None for a product of whole matrices.
     Raises: ValueError where the configuration gives another rank, or one that is not above 0.
     """
     given = _of_pattern(label, config, "rank_pattern", module, config["r"])
     if not given > 0:
         raise ValueError(f"{label}: {module!r} has rank {given} in its {CONFIG}, must be above 0: save it again")
-    if given != rank:
+    if rank is not None and given != rank:
         raise ValueError(f"{label}: {module!r} has rank {rank}, its {CONFIG} says {given}: of different adapters?")
     alpha = _of_pattern(label, config, "alpha_pattern", module, config["lora_alpha"])
     return alpha / math.sqrt(given) if config.get("use_rslora") else alpha / given

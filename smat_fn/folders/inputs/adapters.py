@@ -1,4 +1,4 @@
-"""LoRA adapters: as experts, base + s B A (DoRA: rescaled by row) formed a few rows at a time, and as factors."""
+"""Adapters: as experts, base + s B A (LoHa, LoKr: `products`) formed a few rows at a time; LoRA's factors alone."""
 
 import math
 import re
@@ -14,7 +14,18 @@ from torch import Tensor
 from ... import checkpoint, errors, tree
 from ...execution import unrounded
 from ...merge.around.factors import Factors
-from .adapter_config import CONFIG, MERGED, PICKLED, WEIGHTS, config_problems, is_other_kind, no_scales, scale_of
+from . import products
+from .adapter_config import (
+    CONFIG,
+    MERGED,
+    PICKLED,
+    WEIGHTS,
+    as_lora,
+    config_problems,
+    is_other_kind,
+    no_scales,
+    scale_of,
+)
 from .lora_files import MAGNITUDE, Opened, file_of, open_foreign
 from .naming import namings
 from .reading import Folder, Pickled, Read, Store, Stored, config_of, foreign
@@ -29,14 +40,14 @@ _PARTS = {
     ".lora_embedding_A": ("A", True),
     ".lora_embedding_B": ("B", True),
 }
+_OF_WHOLE = {**_PARTS, **{ending: (part, False) for ending, part in products.ENDS.items()}}
 _HEAD = "if it is a head, pass `heads='keep'`, else "
 
 
-class _Pair(NamedTuple):
-    """ΔW = scale · left @ right, or its transpose: names in the file."""
+class _Change(NamedTuple):
+    """ΔW = scale · the product of tensors, or its transpose."""
 
-    a: str
-    b: str
+    parts: Mapping[str, str]  # by what they are -> names in the file
     transposed: bool
     scale: float
     magnitude: str | None = None  # of DoRA: the norm of each row
@@ -58,12 +69,13 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
     """The expert that a LoRA adapter makes of base: θ₀ + s·B·A in float32, whole leaves as they are stored.
 
     s is ``lora_alpha / r``, or ``lora_alpha / √r`` with ``use_rslora``; ``rank_pattern`` and ``alpha_pattern`` change r
-    and lora_alpha of the modules that they match, as peft does. With ``use_dora`` each row of a linear layer's weight
-    is then divided by its norm and multiplied by the module's magnitude. Biases that were trained (``bias``) are whole
-    leaves. No tensor data is read. Adapters of other tools are read as `open_foreign` says.
+    and lora_alpha of the modules that they match, as peft does. LoHa and LoKr have another product than B·A. With
+    ``use_dora`` each row of a linear layer's weight is then divided by its norm and multiplied by the module's
+    magnitude. Biases that were trained (``bias``) are whole leaves. No tensor data is read. Adapters of other tools are
+    read as `open_foreign` says.
 
     Args: heads: whole leaves that base lacks are taken too, by their names without peft's prefix.
-    Raises: ValueError that lists what is broken, unknown, of another kind than LoRA and DoRA, or fits no leaf of base.
+    Raises: ValueError that lists what is broken, unknown, of another kind, or fits no leaf of base.
     """
     file = file_of(path)
     opened = _opened(label, path, whole=True) if file is None else open_foreign(label, file, base)
@@ -75,9 +87,9 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
     head, touched, unknown = False, set[str](), dict[str, list[str]]()
     leaves, reads = dict(base.leaves), dict(base.reads)
     for name in shapes:
-        ending = next((ending for ending in _PARTS if name.endswith(ending)), None)
+        ending = next((ending for ending in _OF_WHOLE if name.endswith(ending)), None)
         if ending is not None:
-            part, embedding = _PARTS[ending]
+            part, embedding = _OF_WHOLE[ending]
             halves.setdefault((name.removesuffix(ending), embedding), {})[part] = name
             continue
         if _is_magnitude(name, config, shapes) or _is_spare(name, shapes):
@@ -105,10 +117,10 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
             head = True
             continue
         with errors.collected(problems):
-            leaf, pair = _pair(label, path, module, embedding, names, shapes, opened, known, transposed)
+            leaf, change = _change_of(label, path, module, embedding, names, shapes, opened, known, transposed)
             origin, read = leaves[leaf], reads[leaf]
             leaves[leaf] = origin.to(tree.compute_dtype(origin))
-            reads[leaf] = _changed(store, pair, read, leaves[leaf])
+            reads[leaf] = _changed(store, change, read, leaves[leaf])
             touched.add(leaf)
     errors.raise_problems(problems)
     tied = "" if file is not None else _tied_note(label, touched, base, head)  # mlx-lm adapts the head too
@@ -180,7 +192,7 @@ def _is_copied_head(name: str, store: Store | Pickled) -> bool:
     """Whether a leaf is the head that peft stores beside the embeddings it is tied to, where these were resized."""
     if not name.replace(".base_layer.", ".").endswith("lm_head.weight"):
         return False
-    read = (other for other in store.names if not other.endswith((*_PARTS,)) and not _is_spare(other, store.names))
+    read = (other for other in store.names if not other.endswith((*_OF_WHOLE,)) and not _is_spare(other, store.names))
     others = (other for other in read if other != name and by_token(other))
     return any(torch.equal(store.get_tensor(name), store.get_tensor(other)) for other in others)
 
@@ -192,7 +204,7 @@ def _is_tied_pair(
     config: Mapping[str, Any],
 ) -> bool:
     """Whether factors are those that peft stores for a head tied to adapted embeddings (``ensure_weight_tying``)."""
-    if config.get("ensure_weight_tying") is not True or len(names) < 2:
+    if config.get("ensure_weight_tying") is not True or {*names} != {"A", "B"}:
         return False
     a, b = store.get_tensor(names["A"]), store.get_tensor(names["B"])
     return any(
@@ -301,6 +313,7 @@ def _opened(label: str, path: Path, *, whole: bool = False) -> Opened:
         store = None if not file.exists() else Pickled(file) if file.name == PICKLED else Store(file)
         if not isinstance(config, dict):
             raise ValueError(f"{CONFIG} holds a {type(config).__name__}, must be a JSON object")
+        config = as_lora(config) if whole else config
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"{label}: {path} is not a readable adapter ({error}): copy or download it again") from error
     if store is None:
@@ -324,7 +337,7 @@ def stored_halves(module: str, a: Tensor, b: Tensor, *, embedding: bool) -> dict
     return {module + ending: half for ending, half in zip(names, (a, b), strict=True)}
 
 
-def _pair(
+def _change_of(
     label: str,
     path: Path,
     module: str,
@@ -334,14 +347,17 @@ def _pair(
     opened: Opened,
     base: Folder,
     transposed: Callable[[str], bool],
-) -> tuple[str, _Pair]:
+) -> tuple[str, _Change]:
     leaf = _leaf(f"{module}.weight", base) or _leaf(f"{module}.in_proj_weight", base)
-    if len(names) < 2:
+    if not products.is_complete(names):
         raise ValueError(f"{label}: {next(iter(names.values()))!r} has no other factor in {WEIGHTS}: save it again")
     if leaf is None:
         lacking = f"but base has no parameter {module + '.weight'!r}: was it trained from another base?"
         raise ValueError(f"{label}: it adapts {module!r}, {_headless(f'{module}.weight') or lacking}")
-    a, b, wanted = shapes[names["A"]], shapes[names["B"]], tuple(base.leaves[leaf].shape)
+    wanted = tuple(base.leaves[leaf].shape)
+    if not products.is_plain(names):
+        return leaf, _change_of_product(label, module, names, shapes, opened, leaf, wanted)
+    a, b = shapes[names["A"]], shapes[names["B"]]
     if min(len(a), len(b)) < 2 or a[0] != b[1] or math.prod(b[2:]) != 1:
         what = f"A {a} and B {b} of {module!r} do not fit, convolutions with groups are not read here"
         raise ValueError(f"{label}: {what}: {MERGED}")
@@ -365,7 +381,26 @@ def _pair(
             f"{label}: its {CONFIG} sets use_dora to True, but {weights_of(path).name} has "
             f"{shapes.get(magnitude, 'nothing')} as {magnitude!r} instead of {wanted[:1]}: save it again"
         )
-    return leaf, _Pair(names["A"], names["B"], swapped, scale, magnitude)
+    return leaf, _Change(names, swapped, scale, magnitude)
+
+
+def _change_of_product(
+    label: str,
+    module: str,
+    names: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    opened: Opened,
+    leaf: str,
+    wanted: tuple[int, ...],
+) -> _Change:
+    own = {part: shapes[name] for part, name in names.items()}
+    if products.matrix(own) != (wanted[0], math.prod(wanted[1:])):
+        raise ValueError(
+            f"{label}: the tensors of {module!r}, {own}, do not make a change of parameter {leaf!r} of base {wanted}: "
+            "was it trained from another base?"
+        )
+    assert opened.scale is not None, "without scales no pairs are left"
+    return _Change(names, False, opened.scale(module.removeprefix(PREFIX), products.rank(own)))
 
 
 def _layout(
@@ -381,7 +416,7 @@ def _layout(
     """
     found = {bool(config.get("fan_in_fan_out"))}
     for (module, embedding), names in halves.items():
-        if embedding or len(names) < 2 or (leaf := _leaf(f"{module}.weight", base)) is None:
+        if embedding or {*names} != {"A", "B"} or (leaf := _leaf(f"{module}.weight", base)) is None:
             continue
         shape, out_in = tuple(base.leaves[leaf].shape), (*shapes[names["B"]][:1], *shapes[names["A"]][1:])
         if shape != shape[::-1] and shape in (out_in, out_in[::-1]):
@@ -457,26 +492,27 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     return _without_ones(shape[:-1]) if shape[-1:] == (1,) else shape
 
 
-def _changed(store: Any, pair: _Pair, origin: Read, leaf: Tensor) -> Read:
+def _changed(store: Any, change: _Change, origin: Read, leaf: Tensor) -> Read:
     columns = math.prod(leaf.shape[1:])
     height = max(1, BLOCK // columns)
 
     def read(start: int, stop: int) -> Tensor:
-        a, b = store.get_tensor(pair.a).flatten(1), store.get_tensor(pair.b).flatten(1)
-        left, right = (a.T, b.T) if pair.transposed else (b, a)
-        right = right.float().contiguous()
+        parts = {part: store.get_tensor(name) for part, name in change.parts.items()}
+        device = next(iter(parts.values())).device
+        with unrounded(device):
+            rows = products.rows_of(parts, transposed=change.transposed)
         out = origin(start, stop).to(leaf.dtype, copy=True)
         # whole blocks, always the same ones: a product's last bit depends on its shape
         for first in range(start // columns // height * height, -(-stop // columns), height):
-            with unrounded(right.device):
-                block = (left[first : first + height].float().contiguous() @ right).mul_(pair.scale).view(-1)
+            with unrounded(device):
+                block = rows(first, first + height).mul_(change.scale).view(-1)
             begin = first * columns
             low, high = max(start, begin), min(stop, begin + block.numel())
-            if pair.magnitude is None:
+            if change.magnitude is None:
                 out[low - start : high - start] += block[low - begin : high - begin]
                 continue
             whole = (origin(begin, begin + block.numel()).to(leaf.dtype) + block).view(-1, columns)
-            size = store.get_tensor(pair.magnitude)[first : first + height, None].float()
+            size = store.get_tensor(change.magnitude)[first : first + height, None].float()
             whole *= size / torch.linalg.vector_norm(whole, dim=1, keepdim=True)
             out[low - start : high - start] = whole.view(-1)[low - begin : high - begin]
         return out

@@ -1,4 +1,4 @@
-"""LoRA files of diffusers, kohya's scripts and MLX as experts: their factors by the parameters of base they change."""
+"""Adapters of diffusers, kohya's scripts, LyCORIS and MLX as experts: their tensors by the parameters they change."""
 
 import json
 import math
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ... import checkpoint, errors
 from ...errors import and_more, some_of
+from . import products
 from .adapter_config import CONFIG, PICKLED, WEIGHTS, config_problems, no_scales, scale_of
 from .reading import DIFFUSION, DIFFUSION_INDEX, FACTOR, PIPELINE, SUFFIXES, Folder, Store, config_of, is_single
 from .vocabulary import HEAD, by_token
@@ -27,12 +28,16 @@ _ENDS = {  # of the names of tensors, and what these are
     **{".lora_linear_layer.down.weight": "A", ".lora_linear_layer.up.weight": "B"},
     **{"_lora.down.weight": "A", "_lora.up.weight": "B"},
     **{".lora_down.weight": "A", ".lora_up.weight": "B"},  # of kohya's scripts
+    **products.ENDS,
     ".alpha": "alpha",
 }
+_NAMES_HERE = {"A": ".lora_A.weight", "B": ".lora_B.weight", **{part: end for end, part in products.ENDS.items()}}
 _OF_MLX = {".lora_a": "A", ".lora_b": "B", ".m": "magnitude"}
+_NUMBERS = "alpha", "magnitude"  # the parts that are no matrices
 _DENOISERS = "unet", "transformer", "prior"
 _TEXT = {"te": "text_encoder", "te1": "text_encoder", "te2": "text_encoder_2", "te3": "text_encoder_3"}
 _FLAT = re.compile(r"lora_(unet|transformer|te[123]?)_(.+)")  # of kohya's scripts, with "_" for "."
+_LYCORIS = "lycoris_"  # before flat names without a component
 _DOTTED = re.compile(r"(unet|transformer(?:_2)?|prior|diffusion_model|text_encoder(?:_[234])?)\.(.+)")
 _INSIDE = {  # where one file of a whole model has its components
     "model.diffusion_model.": "unet",
@@ -105,7 +110,7 @@ class Opened(NamedTuple):
 
     config: dict[str, Any]
     store: Any  # `Store`, `Pickled` or `Made`
-    scale: Callable[[str, int], float] | None  # of a module's factors of this rank; None where settings are broken
+    scale: Callable[[str, int | None], float] | None  # of factors of this rank; None where settings are broken
     problems: list[str]
     files: dict[Path, Any]  # as `Folder.stores`
     note: str = ""
@@ -161,9 +166,8 @@ def open_foreign(label: str, file: Path, base: Folder) -> Opened:
             if leaf.endswith(_FUSED):
                 _add_fused(label, made, name, store, own, tuple(base.leaves[leaf].shape))
                 continue
-            for half in "AB":
-                stored = own[""].held[half]
-                made.add(f"{name}.lora_{half}.weight", _like(store, stored), partial(store.get_tensor, stored))
+            for part, stored in _parts(own[""]).items():
+                made.add(f"{name}{_NAMES_HERE[part]}", _like(store, stored), partial(store.get_tensor, stored))
     return Opened({}, made, lambda module, rank: scales[module], problems, {file: store}, note)
 
 
@@ -191,7 +195,7 @@ def _modules(label: str, file: Path, store: Store, ends: Mapping[str, str]) -> l
         elif not end or name.startswith("base_model."):
             kind = "".join(re.findall(r"[^.]+(?:\.weight|\.bias)?$", name))
             others.setdefault(kind, []).append(name)
-        elif ends[end] in "AB" and (like.ndim < 2 or not like.numel()):
+        elif ends[end] not in _NUMBERS and (like.ndim < 2 or not like.numel()):
             shape = tuple(like.shape)
             problems.append(f"{label}: {name!r} of shape {shape} is not a factor of a matrix: save the adapter again")
         else:
@@ -204,10 +208,10 @@ def _modules(label: str, file: Path, store: Store, ends: Mapping[str, str]) -> l
         told = and_more([repr(first), *more])
         way = _OF_PEFT if first.startswith("base_model.") else _FUSE if ".lora_a" in ends else _UNREAD
         problems.append(f"{label}: {file.name} holds {told}, which is not of a plain LoRA: {way}")
-    alone = [module for module in found.values() if not {"A", "B"} <= module.held.keys()]
+    alone = [module for module in found.values() if not products.is_complete(_parts(module))]
     problems += [
-        f"{label}: {next(iter(module.held.values()))!r} has no other factor in {file.name}: save the adapter again"
-        for module in alone
+        f"{label}: {next(iter(held.values()))!r} has no other factor in {file.name}: save the adapter again"
+        for held in (_parts(module) or module.held for module in alone)
         if not others
     ]
     if not found and not problems:
@@ -216,9 +220,19 @@ def _modules(label: str, file: Path, store: Store, ends: Mapping[str, str]) -> l
     return list(found.values())
 
 
+def _parts(module: _Module) -> dict[str, str]:
+    """The tensors whose product changes the weight."""
+    return {part: name for part, name in module.held.items() if part not in _NUMBERS}
+
+
+def _shapes(store: Store, module: _Module) -> dict[str, tuple[int, ...]]:
+    return {part: tuple(_like(store, name).shape) for part, name in _parts(module).items()}
+
+
 def _part(module: str, *, old: bool) -> tuple[str, str]:
     """The component that a module's name begins with, "" for none, and its path there."""
     found = _FLAT.fullmatch(module) or _DOTTED.fullmatch(module)
+    module = module.removeprefix(_LYCORIS)
     part, path = (_TEXT.get(found[1], found[1]), found[2]) if found else ("", module)
     path = path.replace(".processor.", ".")
     if old:
@@ -259,17 +273,17 @@ def _scale(label: str, store: Store, module: _Module, settings: Mapping[str, Map
     Raises: ValueError for an alpha that is 0 or not a finite number, for names of PEFT alone, which may begin with
         "transformer." in a language model, and as `scale_of`.
     """
-    rank = len(_like(store, module.held["A"]))
+    rank = products.rank(_shapes(store, module))
     if name := module.held.get("alpha"):
         alpha = store.get_tensor(name)
         value = float(alpha) if alpha.numel() == 1 else math.nan
         if not math.isfinite(value) or value == 0:
             raise ValueError(f"{label}: {name!r} is {alpha.tolist()}, must be a number other than 0: save it again")
-        return value / rank
+        return 1.0 if rank is None else value / rank  # whole matrices are stored with their scale, as in LyCORIS
     if module.part not in settings:
         config = config_of(base.root) if module.part == "transformer" else {}
         of_text = "model_type" in config and "_class_name" not in config
-        if (of_text or not module.part) and module.held["A"].endswith(".lora_A.weight"):
+        if (of_text or not module.part) and module.held.get("A", "").endswith(".lora_A.weight"):
             raise ValueError(
                 f"{label}: nothing says at which scale {module.name!r} is changed: {_OF_PEFT}, or for a model of "
                 "diffusers a file whose names begin with the component (unet., transformer.)"
@@ -320,8 +334,7 @@ def _places(
 
 def _fits(store: Store, module: _Module, base: Folder, find: Find) -> bool:
     """Whether base has a module under its name and in its shape."""
-    a, b = (_like(store, module.held[half]) for half in "AB")
-    wanted = len(b), a.numel() // len(a)
+    wanted = products.matrix(_shapes(store, module))
     found = (base.leaves[leaf] for leaf, third in find(module.path) if not third)
     return any(wanted == (len(own), own.numel() // max(1, len(own))) for own in found)
 
@@ -408,6 +421,10 @@ def _add_fused(
     label: str, made: Made, name: str, store: Store, own: Mapping[str, _Module], shape: tuple[int, ...]
 ) -> None:
     """The factors of queries, keys and values as those of one matrix: A below each other, B along the diagonal."""
+    if others := [module.name for module in own.values() if not products.is_plain(_parts(module))]:
+        raise ValueError(
+            f"{label}: {and_more(list(map(repr, others)))} of {name + _FUSED!r} is not a plain LoRA: {_UNREAD}"
+        )
     a, b = ([module.held[half] for module in own.values()] for half in "AB")
     height, starts = shape[0] // 3, [_THIRDS[third] * (shape[0] // 3) for third in own]
     for left, right, module in zip(b, a, own.values(), strict=True):

@@ -1,0 +1,87 @@
+"""Products of adapters: LoHa, LoKr and LoRA with a core in closed form, and in files of LyCORIS and kohya's scripts."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from smat_fn.folders.inputs import products
+
+from .test_lora_files import CONV, UNET, Q, flat, merged, numbers, saved, unet, weights
+
+OUT, IN, R, K = 6, 4, 2, 3
+
+
+def tensors(*sizes, seed=0):
+    return [numbers(*size, seed=seed + i) for i, size in enumerate(sizes)]
+
+
+def with_core(core, a, b):
+    return torch.einsum("ijkl,ip,jr->prkl", core, a, b).contiguous()
+
+
+def made():
+    """Tensors of each kind, with the change that they make in dense arithmetic."""
+    a, b, c, d = tensors((OUT, R), (R, IN), (OUT, R), (R, IN))
+    yield "LoHa", {"hada_w1_a": a, "hada_w1_b": b, "hada_w2_a": c, "hada_w2_b": d}, (a @ b) * (c @ d)
+    core, other = tensors((R, R, K, K), (R, R, K, K), seed=9)
+    parts = {"hada_w1_a": a.T, "hada_w1_b": b, "hada_t1": core, "hada_w2_a": c.T, "hada_w2_b": d, "hada_t2": other}
+    yield "LoHa with cores", parts, with_core(core, a.T, b) * with_core(other, c.T, d)
+    small, large = tensors((3, 2), (2, 2), seed=20)
+    yield "LoKr", {"lokr_w1": small, "lokr_w2": large}, torch.kron(small, large)
+    left, right, kernel = tensors((2, 1), (1, 2), (2, 2, K, K), seed=30)
+    parts = {"lokr_w1_a": small, "lokr_w1_b": large, "lokr_w2_a": left, "lokr_w2_b": right}
+    yield "LoKr of factors", parts, torch.kron(small @ large, left @ right)
+    yield "LoKr of kernels", {"lokr_w1": small, "lokr_w2": kernel}, torch.kron(small[:, :, None, None], kernel)
+    parts = {"lokr_w1": small, "lokr_t2": core, "lokr_w2_a": large, "lokr_w2_b": large}
+    yield "LoKr with a core", parts, torch.kron(small[:, :, None, None], with_core(core, large, large))
+    down, up = tensors((R, IN, 1, 1), (OUT, R, 1, 1), seed=40)
+    whole = torch.einsum("or,rskl,si->oikl", up[:, :, 0, 0], core, down[:, :, 0, 0])
+    yield "LoRA with a core", {"A": down, "mid": core, "B": up}, whole
+
+
+@pytest.mark.parametrize(("kind", "parts", "whole"), list(made()), ids=lambda own: own if isinstance(own, str) else "")
+def test_rows_are_those_of_the_whole_product(kind, parts, whole):
+    assert products.is_complete(parts)
+    shapes = {part: tuple(tensor.shape) for part, tensor in parts.items()}
+    assert products.matrix(shapes) == (len(whole), whole[0].numel())
+    rows = products.rows_of(parts)
+    for start, stop in ((0, len(whole)), (1, 2), (3, 5), (len(whole) - 1, len(whole) + 7)):
+        assert rows(start, stop).equal(whole.flatten(1)[start:stop])
+    for part in parts:
+        rest = [other for other in parts if other != part]
+        assert products.is_complete(rest) == (part in (products.CORE, "hada_t1", "hada_t2", "lokr_t2"))
+
+
+def test_a_convolution_with_a_core_is_three_convolutions():
+    ((*_, parts, whole),) = [own for own in made() if own[0] == "LoRA with a core"]
+    x = numbers(2, IN, 5, 5, seed=3)
+    inner = functional.conv2d(functional.conv2d(x, parts["A"]), parts["mid"], padding=1)
+    assert functional.conv2d(x, whole, padding=1).equal(functional.conv2d(inner, parts["B"]))
+
+
+def test_shapes_that_do_not_fit_make_no_matrix():
+    assert products.matrix({"A": (2, 6), "B": (6, 3)}) is None
+    assert products.matrix({"hada_w1_a": (6, 2), "hada_w1_b": (2, 4), "hada_w2_a": (6, 2), "hada_w2_b": (3, 4)}) is None
+    assert not products.is_complete(["lokr_w1", "lokr_w2", "lokr_w2_a"])
+    assert not products.is_complete(["A", "B", "hada_w1_a"])
+
+
+@pytest.mark.parametrize(("kind", "parts", "whole"), list(made()), ids=lambda own: own if isinstance(own, str) else "")
+@pytest.mark.parametrize("alpha", [None, 1.0])
+@pytest.mark.parametrize("start", ["lora_unet_", "lycoris_"])
+def test_files_of_lycoris_and_kohya_change_the_weights_of_base(kind, parts, whole, alpha, start, tmp_path):
+    path, shape = (Q, (6, 4)) if whole.ndim == 2 else (CONV, (6, 4, K, K))
+    name, ends = f"{start}{flat(path)}", {part: end for end, part in products.ENDS.items()}
+    ends |= {"A": ".lora_down.weight", "B": ".lora_up.weight"}
+    stored = {f"{name}{ends[part]}": tensor.clone().contiguous() for part, tensor in parts.items()}
+    stored |= {} if alpha is None else {f"{name}.alpha": torch.tensor(alpha)}
+    base = unet(tmp_path / "base", {**UNET, path: shape})
+    found = merged(base, saved(tmp_path / "x.safetensors", stored), tmp_path / "out")
+    rank = products.rank({part: tuple(tensor.shape) for part, tensor in parts.items()})
+    assert (rank is None) == (kind in ("LoKr", "LoKr of kernels"))  # whole matrices: no scale
+    scale = 1.0 if alpha is None or rank is None else alpha / rank
+    before = weights({**UNET, path: shape})
+    assert found.keys() == before.keys()
+    for leaf, value in found.items():
+        change = scale * whole if leaf == f"{path}.weight" else 0
+        assert value.equal(before[leaf] + change)
