@@ -421,10 +421,8 @@ def _add_fused(
     label: str, made: Made, name: str, store: Store, own: Mapping[str, _Module], shape: tuple[int, ...]
 ) -> None:
     """The factors of queries, keys and values as those of one matrix: A below each other, B along the diagonal."""
-    if others := [module.name for module in own.values() if not products.is_plain(_parts(module))]:
-        raise ValueError(
-            f"{label}: {and_more(list(map(repr, others)))} of {name + _FUSED!r} is not a plain LoRA: {_UNREAD}"
-        )
+    if others := [repr(module.name) for module in own.values() if not products.is_plain(_parts(module))]:
+        raise ValueError(f"{label}: {and_more(others)} of {name + _FUSED!r} is not a plain LoRA: {_UNREAD}")
     a, b = ([module.held[half] for module in own.values()] for half in "AB")
     height, starts = shape[0] // 3, [_THIRDS[third] * (shape[0] // 3) for third in own]
     for left, right, module in zip(b, a, own.values(), strict=True):
