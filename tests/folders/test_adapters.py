@@ -308,6 +308,14 @@ def test_a_product_that_does_not_fit_base_is_an_error(folders, tmp_path):
     peft.get_peft_model(other, peft.LoHaConfig(r=2, target_modules=["0"])).save_pretrained(tmp_path / "expert")
     with pytest.raises(ValueError, match=r"the tensors of 'base_model.model.0', .*, do not make a change of parameter"):
         plan(TA, base, {"x": tmp_path / "expert"}, tmp_path / "none")
+    fitting = folders.save(tmp_path / "fitting", {"0.weight": torch.zeros(4, 6)})
+    file = tmp_path / "expert/adapter_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"use_dora": True}))
+    with pytest.raises(ValueError, match=r"DoRA of 'base_model.model.0', whose change is no plain product"):
+        plan(TA, fitting, {"x": tmp_path / "expert"}, tmp_path / "none")
+    file.write_text(json.dumps(config))
+    assert not plan(TA, fitting, {"x": tmp_path / "expert"}, tmp_path / "none").notes
     tensors = load_file(tmp_path / "expert/adapter_model.safetensors")
     del tensors["base_model.model.0.hada_w2_b"]
     save_file(tensors, tmp_path / "expert/adapter_model.safetensors")

@@ -399,6 +399,8 @@ def _change_of_product(
             f"{label}: the tensors of {module!r}, {own}, do not make a change of parameter {leaf!r} of base {wanted}: "
             "was it trained from another base?"
         )
+    if opened.config.get("use_dora") is True:
+        raise ValueError(f"{label}: DoRA of {module!r}, whose change is no plain product, is not read here: {MERGED}")
     assert opened.scale is not None, "without scales no pairs are left"
     return _Change(names, False, opened.scale(module.removeprefix(PREFIX), products.rank(own)))
 
