@@ -1,23 +1,24 @@
 """Differences from FT by seed in the studies of one pass against two: ``python -m benchmarks readme`` draws them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from smat_fn.evaluate.statistics import estimate
 from smat_fn.report.plots import new_figure, png, tidy
 
 
-def by_seed(studies: Mapping[str, Mapping[str, Any]]) -> bytes:
+def by_seed(studies: Mapping[str, Mapping[str, Any]], labels: Sequence[str]) -> bytes:
     """A panel for each study, with an axis of its own: seeds as dots, above them mean and 95 % interval as a bar.
 
-    Args: studies: by title the stored results; the methods are those of the last one.
+    Args: studies: by title the stored results; labels: methods, which a study may lack.
     Returns: a PNG.
     """
-    labels = list(list(studies.values())[-1]["paired"])
     figure, panels = new_figure(2.3 * len(studies), 2.6, ncols=len(studies), sharey=True, squeeze=False)
     for axes, (title, result) in zip(panels[0], studies.items(), strict=True):
         axes.axvline(0, color="0.35", linewidth=1)
         for y, label in enumerate(labels):
+            if label not in result["paired"]:
+                continue
             got = estimate(result["paired"][label]["differences"])
             colour = "#0072B2" if got.settled else "0.45"
             if got.interval:

@@ -34,7 +34,8 @@ def main() -> None:
         file = RESULTS / f"{SOURCES.get(name, name)}.json"
         if file.exists():
             fill(ROOT / page, name.replace("_", "-"), text(stored(file.stem)))
-    write_bytes(FIGURE, by_seed({title: stored(f"{name}_onepass") for name, title in ONE_PASS.items()}))
+    studies = {title: stored(f"{name}_onepass") for name, title in ONE_PASS.items()}
+    write_bytes(FIGURE, by_seed(studies, [*studies["Text"]["paired"]]))
 
 
 def stored(name: str) -> dict[str, Any]:
@@ -130,16 +131,31 @@ def pretrained(
     decides: str = f"the training rows of the heads, {WITHOUT_HEADS}",
     protocol: str | None = None,
     times: str = OTHER_WORK,
+    without: str | None = None,
 ) -> str:
-    """One backward pass a step against two, on a pretrained backbone."""
+    """One backward pass a step against two, on a pretrained backbone.
+
+    Args: without: a merger, whose share the differences are shown without too.
+    """
     return (
         f"{one_pass(f'{name}_onepass', result)}\n"
         f"Test score, mean over {tasks} and {seeds(result)} ± standard deviation; differences are paired by seed. "
         f"{corrected(result)} {candidates(f'{name}_onepass')} of each method were compared on dev of another seed, by "
         f"a [protocol](protocols/{protocol or name}.md) fixed before the runs. A seed decides {decides}; model, tasks "
         "and test rows are the same for all, so intervals do not cover their choice. "
-        f"{since(result, times)}{by_merger(result['test'])}\n"
+        f"{since(result, times)}{by_merger(result['test'])}\n{of_others(without, result['test']) if without else ''}"
     )
+
+
+def of_others(merger: str, test: Scores) -> str:
+    """The differences from FT of the mean over the other mergers, in a sentence."""
+    others = [name for name in mergers_of(test) if name != merger]
+    own = {
+        label: [mean(scores) for scores in zip(*(line[name] for name in others), strict=True)]
+        for label, line in test.items()
+    }
+    told = "; ".join(f"{label} {of_pair(own['FT'], scores)}" for label, scores in own.items() if label != "FT")
+    return f"\nMean of the mergers other than {merger}, minus FT's (95 %): {told}.\n"
 
 
 def corrected(result: dict[str, Any]) -> str:
