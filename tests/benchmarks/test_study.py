@@ -542,15 +542,15 @@ def test_a_figure_has_every_seed_and_a_panel_for_each_study(monkeypatch):
     drawn = []
     monkeypatch.setattr(by_seed, "png", lambda figure: drawn.append(figure) or b"")
     one = {"A": [1.0, 2.0, 3.0], "B": [-1.0, 1.0, 0.0], "C": [5.0, 5.0, 5.0]}
-    studies = {"one": one, "two": {"A": [4.0], "B": [6.0]}}
+    studies = {"one": one, "two": {"A": [4.0]}}
     by_seed.by_seed({
         title: {"seeds": own["A"], "paired": {label: {"differences": values} for label, values in own.items()}}
         for title, own in studies.items()
-    })  # fmt: skip
+    }, ["A", "B"])  # fmt: skip
     (figure,) = drawn
     assert [axes.get_title() for axes in figure.axes] == ["one, 3 seeds", "two, 1 seeds"]
     dots = [[list(line.get_xdata()) for line in axes.lines if line.get_marker() == "o"] for axes in figure.axes]
-    assert dots == [[[1.0, 2.0, 3.0], [-1.0, 1.0, 0.0]], [[4.0], [6.0]]]  # no C, which the last study lacks
+    assert dots == [[[1.0, 2.0, 3.0], [-1.0, 1.0, 0.0]], [[4.0]]]  # no C, which was not asked for
     bars = [line.get_xdata() for line in figure.axes[0].lines if line.get_solid_capstyle() == "butt"]
     assert bars[0] == pytest.approx(paired([0.0] * 3, [1.0, 2.0, 3.0])["interval"])
 

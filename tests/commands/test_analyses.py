@@ -272,6 +272,7 @@ def test_every_option_reaches_an_evaluation(monkeypatch):
         ({"preset": "lm"}, {"implied": {"name": "trace", **PRESETS["lm"].options}}),
         ({"model": "M"}, {"options": {"model": "M"}}),
         ({"data": "D"}, {"options": {"data": "D"}}),
+        ({"device": "cpu"}, {"options": {"device": "cpu"}}),
         OF_SUITE,
         ({"threads": 3}, {"threads": 3}),
     ])  # fmt: skip

@@ -139,7 +139,7 @@ def test_the_presets_training_can_be_overridden(inputs, exits, tmp_path, capsys)
     text = exits("train.py", "ft", *words, "--optimizer", "adam", "--out", tmp_path / "out")
     assert text.endswith("--weight-decay is 0.001, adam has none: choose optimizer adamw, or --weight-decay 0")
     text = exits("train.py", "ft", *words, "--out", tmp_path / "out", "--suite-options", "batch_size", "None")
-    assert text.endswith("trace: batch_size is None, must be an integer of at least 1")
+    assert text.endswith("trace: --batch-size is None, must be an integer of at least 1")
 
 
 @pytest.mark.slow

@@ -312,7 +312,7 @@ def test_a_product_that_does_not_fit_base_is_an_error(folders, tmp_path):
     file = tmp_path / "expert/adapter_config.json"
     config = json.loads(file.read_text())
     file.write_text(json.dumps(config | {"use_dora": True}))
-    with pytest.raises(ValueError, match=r"DoRA of 'base_model.model.0', whose change is no plain product"):
+    with pytest.raises(ValueError, match=r"DoRA of 'base_model.model.0', whose change is not a product B A"):
         plan(TA, fitting, {"x": tmp_path / "expert"}, tmp_path / "none")
     file.write_text(json.dumps(config))
     assert not plan(TA, fitting, {"x": tmp_path / "expert"}, tmp_path / "none").notes

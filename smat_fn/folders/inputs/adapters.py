@@ -69,10 +69,9 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
     """The expert that a LoRA adapter makes of base: θ₀ + s·B·A in float32, whole leaves as they are stored.
 
     s is ``lora_alpha / r``, or ``lora_alpha / √r`` with ``use_rslora``; ``rank_pattern`` and ``alpha_pattern`` change r
-    and lora_alpha of the modules that they match, as peft does. LoHa and LoKr have another product than B·A. With
-    ``use_dora`` each row of a linear layer's weight is then divided by its norm and multiplied by the module's
-    magnitude. Biases that were trained (``bias``) are whole leaves. No tensor data is read. Adapters of other tools are
-    read as `open_foreign` says.
+    and lora_alpha of the modules that they match, as peft does. LoHa and LoKr have another product. With ``use_dora``
+    each row of a linear layer's weight is then divided by its norm and multiplied by the module's magnitude. Biases
+    that were trained (``bias``) are whole leaves. No data is read. Of other tools' adapters see `open_foreign`.
 
     Args: heads: whole leaves that base lacks are taken too, by their names without peft's prefix.
     Raises: ValueError that lists what is broken, unknown, of another kind, or fits no leaf of base.
@@ -400,7 +399,7 @@ def _change_of_product(
             "was it trained from another base?"
         )
     if opened.config.get("use_dora") is True:
-        raise ValueError(f"{label}: DoRA of {module!r}, whose change is no plain product, is not read here: {MERGED}")
+        raise ValueError(f"{label}: DoRA of {module!r}, whose change is not a product B A, is not read here: {MERGED}")
     assert opened.scale is not None, "without scales no pairs are left"
     return _Change(names, False, opened.scale(module.removeprefix(PREFIX), products.rank(own)))
 
