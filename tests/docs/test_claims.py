@@ -200,6 +200,27 @@ def test_what_the_readme_says_of_one_pass_is_in_the_results():
     assert steps["FT"]["training"]["steps"] == 2 * steps["SMAT"]["training"]["steps"]
 
 
+def test_what_the_page_says_of_an_unfinished_study_is_in_the_outcomes_so_far():
+    text = (readme.RESULTS / "unfinished/smollm2_text_strengths.json").read_text(encoding="utf-8")
+    seeds = {}
+    for own in json.loads(text)["outcomes"].values():
+        scores = {}
+        for row in own["test"]:
+            scores.setdefault(row["model"].upper(), []).append(row["score"])
+        means = [[fmean(scores[name]) for name in names] for names in ((*FOUR, "WUDI"), FOUR)]
+        seeds.setdefault(own["test"][0]["seed"], {})[own["label"]] = [fmean(values) for values in means]
+    whole = [own for own in seeds.values() if own.keys() >= {"FT", "SMAT", "MSAM", "ASAM"}]
+
+    def differences(label, place):
+        return " and ".join(f"{own[label][place] - own['FT'][place]:+.1f}" for own in whole)
+
+    smat, msam, asam = ([differences(label, place) for place in (0, 1)] for label in ("SMAT", "MSAM", "ASAM"))
+    assert (
+        f"In the first {len(whole)} the difference from FT is {smat[0]} with SMAT without Scale, {msam[0]} with MSAM "
+        f"and {asam[0]} with ASAM at two passes, by the four mergers other than WUDI {smat[1]}, {msam[1]} and {asam[1]}"
+    ) in " ".join(STUDIES.split())
+
+
 def test_what_the_pages_say_of_adapters_is_in_the_results():
     found = readme.stored("digits_lora")
     own, page = found["paired"], " ".join(STUDIES.split())
