@@ -217,7 +217,7 @@ def test_what_the_page_says_of_an_unfinished_study_is_in_the_outcomes_so_far():
     smat, msam, asam = ([differences(label, place) for place in (0, 1)] for label in ("SMAT", "MSAM", "ASAM"))
     assert (
         f"In the first {len(whole)} the difference from FT is {smat[0]} with SMAT without Scale, {msam[0]} with MSAM "
-        f"and {asam[0]} with ASAM at two passes, by the four mergers other than WUDI {smat[1]}, {msam[1]} and {asam[1]}"
+        f"and {asam[0]} with ASAM at two passes, by the four mergers other than WUDI {smat[1]}; {msam[1]}; {asam[1]}"
     ) in " ".join(STUDIES.split())
 
 
