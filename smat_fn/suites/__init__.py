@@ -24,8 +24,8 @@ def load_suite(name: str, *, seed: int, needed: Collection[str] | None = None, *
 
     Args:
         seed: of splits, base and heads, as the suite uses it.
-        needed: tasks whose rows are read and checked, where the suite can leave out those of others; default: all.
-            Names that are not tasks of the suite are left out.
+        needed: tasks whose rows are read and checked, if the suite can skip other tasks; default: all. Names of no
+            task are ignored.
         options: fields of the suite's ``Options``.
 
     Raises: ValueError for a name not in `SUITES`, unknown, missing or bad options, and whatever the suite cannot load.

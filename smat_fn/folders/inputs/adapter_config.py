@@ -67,7 +67,7 @@ _WITHOUT_WEIGHTS = (
 
 
 def as_lora(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of a LoHa or LoKr as that of a LoRA with the same ranks and scales; of others as it is."""
+    """The configuration; if it is of a LoHa or LoKr, that of a LoRA with the same ranks and scales."""
     if config.get("peft_type") not in ("LOHA", "LOKR"):
         return dict(config)
     own = {name: value for name, value in config.items() if name not in {*_OF_PRODUCTS, "alpha"}}

@@ -86,7 +86,7 @@ def rows_of(parts: Mapping[str, Tensor], *, transposed: bool = False) -> Rows:
         core = torch.einsum("rskl,si->rikl", wide[CORE], wide["A"].flatten(1)).flatten(1)
         return partial(_product, wide["B"].flatten(1), core)
     if "hada_w1_a" in parts:
-        one, two = (_factor(wide, "hada", number) for number in (1, 2))
+        one, two = (_factor(wide, number) for number in (1, 2))
         return lambda start, stop: one(start, stop) * two(start, stop)
     small, large = (_whole(wide, number) for number in (1, 2))
     return partial(_kronecker, small, large)
@@ -96,8 +96,9 @@ def _product(left: Tensor, right: Tensor, start: int, stop: int) -> Tensor:
     return left[start:stop].float().contiguous() @ right
 
 
-def _factor(wide: Mapping[str, Tensor], kind: str, number: int) -> Rows:
-    a, b, core = (wide.get(f"{kind}_{part}") for part in (f"w{number}_a", f"w{number}_b", f"t{number}"))
+def _factor(wide: Mapping[str, Tensor], number: int) -> Rows:
+    """Rows of one of the two products of LoHa."""
+    a, b, core = (wide.get(f"hada_{part}") for part in (f"w{number}_a", f"w{number}_b", f"t{number}"))
     assert a is not None, "`is_complete`"
     assert b is not None, "`is_complete`"
     if core is None:
