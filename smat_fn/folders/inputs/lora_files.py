@@ -17,6 +17,7 @@ from ... import checkpoint, errors
 from ...errors import and_more, some_of
 from . import products
 from .adapter_config import CONFIG, PICKLED, WEIGHTS, config_problems, no_scales, scale_of
+from .places import Find, Place, finder, module_of, overlap
 from .reading import DIFFUSION, DIFFUSION_INDEX, FACTOR, PIPELINE, SUFFIXES, Folder, Store, config_of, is_single
 from .vocabulary import HEAD, by_token
 
@@ -50,35 +51,11 @@ _INSIDE = {  # where one file of a whole model has its components
     "text_encoders.t5xxl.transformer.": "text_encoder_3",
 }
 _ENCODERS = "cond_stage_model.", "conditioner.", "text_encoders."
-_BLOCK = re.compile(r"(input|output)_blocks_(\d+)_(\d)_(.+)")
-_MIDDLE = re.compile(r"middle_block_([012])_(.+)")
-_RESBLOCK = re.compile(r"transformer_resblocks_(\d+)_(.+)")
-_NAMES = {  # of the original code of UNets and of OpenCLIP, and those of diffusers and transformers
-    "input_blocks_0_0": "conv_in",
-    "out_2": "conv_out",
-    "time_embed_0": "time_embedding_linear_1",
-    "time_embed_2": "time_embedding_linear_2",
-    "label_emb_0_0": "add_embedding_linear_1",
-    "label_emb_0_2": "add_embedding_linear_2",
-    "in_layers_2": "conv1",
-    "emb_layers_1": "time_emb_proj",
-    "out_layers_3": "conv2",
-    "skip_connection": "conv_shortcut",
-    "attn": "self_attn",
-    "attn_out_proj": "self_attn_out_proj",
-    "mlp_c_fc": "mlp_fc1",
-    "mlp_c_proj": "mlp_fc2",
-}
 _OLD = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}  # of text encoders
-_FUSED = ".in_proj_weight"  # of OpenCLIP: queries, keys and values below each other
-_THIRDS = {"q": 0, "k": 1, "v": 2}
 MAGNITUDE = ".lora_magnitude_vector"  # of peft's DoRA
 _UNREAD = "merge it into its model by the tool that trained it, and give that"
 _OF_PEFT = f"give the folder of an adapter of PEFT, in which {CONFIG} says its scale"
 _FUSE = "write the whole model by mlx_lm.fuse, and give that"
-
-
-Find: TypeAlias = Callable[[str], list[tuple[str, str]]]  # weights of base by a module's path, and the third of each
 
 
 class Made:
@@ -125,6 +102,9 @@ class _Module(NamedTuple):
     held: dict[str, str]
 
 
+_Own: TypeAlias = tuple[_Module, Place]  # a module, and what it changes of one weight
+
+
 def file_of(path: Path) -> Path | None:
     """The weights of another tool's adapter, given as a file or by its folder; None for anything else."""
     if path.is_dir():
@@ -156,17 +136,18 @@ def open_foreign(label: str, file: Path, base: Folder) -> Opened:
     places, note = _places(label, file, store, modules, base)
     made, scales = Made(), dict[str, float]()
     for leaf, own in _targets(label, file, modules, places, base, problems).items():
-        name = leaf.removesuffix(_FUSED).removesuffix(".weight")
+        name = module_of(leaf)
         with errors.collected(problems):
-            found = {_scale(label, store, module, settings, base) for module in own.values()}
+            found = {_scale(label, store, module, settings, base) for module, _ in own}
             if len(found) > 1:
                 scale = " and ".join(map(str, sorted(found)))
                 raise ValueError(f"{label}: parts of {leaf!r} have scales {scale}, which is not read here: {_UNREAD}")
             scales[name] = found.pop()
-            if leaf.endswith(_FUSED):
-                _add_fused(label, made, name, store, own, tuple(base.leaves[leaf].shape))
+            ((module, place), *_) = own
+            if place.rows is not None:
+                _add_parts(label, made, store, leaf, own, tuple(base.leaves[leaf].shape))
                 continue
-            for part, stored in _parts(own[""]).items():
+            for part, stored in _parts(module).items():
                 made.add(f"{name}{_NAMES_HERE[part]}", _like(store, stored), partial(store.get_tensor, stored))
     return Opened({}, made, lambda module, rank: scales[module], problems, {file: store}, note)
 
@@ -316,7 +297,7 @@ def _places(
         if known := next((name for name in names if name in there), None):
             found[part] = there[known]
     if not there:
-        find = _finder(base, "")
+        find = finder(base, "")
         fitting = [part for part, own in parts.items() if any(_fits(store, module, base, find) for module in own)]
         named = [part for part in fitting if part == base.root.name]
         found = dict.fromkeys(named or fitting or parts, "")
@@ -334,64 +315,20 @@ def _places(
 
 def _fits(store: Store, module: _Module, base: Folder, find: Find) -> bool:
     """Whether base has a module under its name and in its shape."""
-    wanted = products.matrix(_shapes(store, module))
-    found = (base.leaves[leaf] for leaf, third in find(module.path) if not third)
-    return any(wanted == (len(own), own.numel() // max(1, len(own))) for own in found)
-
-
-def _finder(base: Folder, prefix: str) -> Find:
-    """A function of a module's path or flat name: the weights of base that it means; "" for the whole weight."""
-    of_blocks = config_of(base.root / prefix).get("layers_per_block", 2) == 2  # of all models with both kinds of names
-    flat = dict[str, list[str]]()
-    for leaf, own in base.leaves.items():
-        path = leaf.removeprefix(prefix)
-        end = next((end for end in (".weight", _FUSED) if path.endswith(end)), "")
-        if leaf.startswith(prefix) and end and own.ndim > 1:
-            key = _flat(path.removesuffix(end), of_blocks=of_blocks) + ("" if end == ".weight" else end)
-            flat.setdefault(key, []).append(leaf)
-
-    def find(path: str) -> list[tuple[str, str]]:
-        if (exact := f"{prefix}{path}.weight") in base.leaves:
-            return [(exact, "")]
-        name = _flat(path, of_blocks=of_blocks)
-        part = re.fullmatch(r"(.+_self_attn)_([qkv])_proj", name)
-        thirds = [(leaf, part[2]) for leaf in flat.get(part[1] + _FUSED, ())] if part else []
-        return [(leaf, "") for leaf in flat.get(name, ())] or thirds
-
-    return find
-
-
-def _flat(path: str, *, of_blocks: bool) -> str:
-    """A module's path as kohya's scripts write it, under the names of diffusers and transformers.
-
-    Args: of_blocks: a UNet's blocks have two layers each, which decides how the original code counts them.
-    """
-    name = path.replace(".", "_").removeprefix("text_model_")  # which transformers 5 does not store
-    if found := _RESBLOCK.fullmatch(name):
-        return f"encoder_layers_{found[1]}_{_NAMES.get(found[2], found[2])}"
-    if not of_blocks:
-        return name
-    if found := _MIDDLE.fullmatch(name):
-        inside = "resnets_0", "attentions_0", "resnets_1"
-        return f"mid_block_{inside[int(found[1])]}_{_NAMES.get(found[2], found[2])}"
-    if (found := _BLOCK.fullmatch(name)) is None:
-        return _NAMES.get(name, name)
-    side, rest = found[1], found[4]
-    block, layer = divmod(int(found[2]) - (side == "input"), 3)
-    if rest == "op":
-        return f"down_blocks_{block}_downsamplers_0_conv"
-    if rest == "conv":
-        return f"up_blocks_{block}_upsamplers_0_conv"
-    kind = "resnets" if found[3] == "0" else "attentions"
-    return f"{'down' if side == 'input' else 'up'}_blocks_{block}_{kind}_{layer}_{_NAMES.get(rest, rest)}"
+    made = products.matrix(_shapes(store, module))
+    for place, *_ in find(module.path):
+        own = base.leaves[place.leaf]
+        if made == (place.height or len(own), own.numel() // max(1, len(own))):
+            return True
+    return False
 
 
 def _targets(
     label: str, file: Path, modules: Sequence[_Module], places: Mapping[str, str], base: Folder, problems: list[str]
-) -> dict[str, dict[str, _Module]]:
-    """The modules of a file by the weight of base that each changes, and by its third of it; "" for the whole."""
-    finders = {prefix: _finder(base, prefix) for prefix in places.values()}
-    targets, unknown = dict[str, dict[str, _Module]](), list[str]()
+) -> dict[str, list[_Own]]:
+    """The modules of a file by the weight of base that each changes, several where each changes other rows of it."""
+    finders = {prefix: finder(base, prefix) for prefix in places.values()}
+    targets, unknown = dict[str, list[_Own]](), list[str]()
     for module in modules:
         if module.part not in places:
             continue
@@ -399,16 +336,16 @@ def _targets(
         if not found:
             unknown.append(repr(module.name))
         elif len(found) > 1:
-            problems.append(
-                f"{label}: {module.name!r} means {some_of(repr(leaf) for leaf, _ in found)} of base: {_UNREAD}"
-            )
-        else:
-            ((leaf, third),) = found
-            own = targets.setdefault(leaf, {})
-            if own.setdefault(third, module) is not module:
+            meant = some_of(repr(place.leaf) for place, *_ in found)
+            problems.append(f"{label}: {module.name!r} means {meant} of base: {_UNREAD}")
+        for place in found[0] if len(found) == 1 else ():
+            own = targets.setdefault(place.leaf, [])
+            if same := next((other for other, held in own if overlap(held.rows, place.rows)), None):
                 problems.append(
-                    f"{label}: {own[third].name!r} and {module.name!r} both change {leaf!r}: save the adapter again"
+                    f"{label}: {same.name!r} and {module.name!r} both change {place.leaf!r}: save the adapter again"
                 )
+            else:
+                own.append((module, place))
     if unknown:
         problems.append(
             f"{label}: {file.name} adapts {and_more(unknown)}, but base has no parameter of this name: was it trained "
@@ -417,35 +354,36 @@ def _targets(
     return targets
 
 
-def _add_fused(
-    label: str, made: Made, name: str, store: Store, own: Mapping[str, _Module], shape: tuple[int, ...]
-) -> None:
-    """The factors of queries, keys and values as those of one matrix: A below each other, B along the diagonal."""
-    if others := [repr(module.name) for module in own.values() if not products.is_plain(_parts(module))]:
-        raise ValueError(f"{label}: {and_more(others)} of {name + _FUSED!r} is not a plain LoRA: {_UNREAD}")
-    a, b = ([module.held[half] for module in own.values()] for half in "AB")
-    height, starts = shape[0] // 3, [_THIRDS[third] * (shape[0] // 3) for third in own]
-    for left, right, module in zip(b, a, own.values(), strict=True):
-        shapes = tuple(_like(store, left).shape), tuple(_like(store, right).shape)
-        rank = shapes[1][0]
-        if shapes != ((height, rank), (rank, shape[1])):
+def _add_parts(label: str, made: Made, store: Store, leaf: str, own: Sequence[_Own], shape: tuple[int, ...]) -> None:
+    """The factors of rows of a weight as those of the whole: A below each other, B along the diagonal."""
+    pairs = list[tuple[str, str, Place]]()
+    for module, place in own:
+        if not products.is_plain(_parts(module)):
+            raise ValueError(f"{label}: {module.name!r} of {leaf!r} is not a plain LoRA: {_UNREAD}")
+        a, b = (tuple(_like(store, module.held[half]).shape) for half in "AB")
+        if a[1:] != shape[1:] or b != (place.height, a[0]):
+            first, last = place.rows or (0, shape[0])
             raise ValueError(
-                f"{label}: A {shapes[1]} and B {shapes[0]} of {module.name!r} are not factors of a third of "
-                f"{name + _FUSED!r} {shape}: was it trained from another base?"
+                f"{label}: B {b} and A {a} of {module.name!r} do not make {(place.height, *shape[1:])}, of which rows "
+                f"{place.start} to {place.start + last - first} change rows {first} to {last} of {leaf!r} {shape}: was "
+                "it trained from another base?"
             )
+        pairs.append((module.held["A"], module.held["B"], place))
 
     def below() -> Tensor:
-        return torch.cat([store.get_tensor(half).float() for half in a])
+        return torch.cat([store.get_tensor(a).float() for a, _, _ in pairs])
 
     def along() -> Tensor:
-        halves = [store.get_tensor(half).float() for half in b]
-        whole, column = torch.zeros(shape[0], sum(half.shape[1] for half in halves)), 0
-        for start, half in zip(starts, halves, strict=True):
-            whole[start : start + height, column : column + half.shape[1]] = half
+        blocks, column = torch.zeros(shape[0], rank), 0
+        for _, b, place in pairs:
+            start, stop = place.rows or (0, shape[0])
+            half = store.get_tensor(b)[place.start : place.start + stop - start]
+            blocks[start:stop, column : column + half.shape[1]] = half
             column += half.shape[1]
-        return whole
+        return blocks
 
-    rank = sum(len(_like(store, half)) for half in a)
+    name = module_of(leaf)
+    rank = sum(len(_like(store, a)) for a, _, _ in pairs)
     made.add(f"{name}.lora_A.weight", torch.empty(rank, shape[1], device="meta"), below)
     made.add(f"{name}.lora_B.weight", torch.empty(shape[0], rank, device="meta"), along)
 
