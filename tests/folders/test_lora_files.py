@@ -353,9 +353,9 @@ ERRORS = {
     ),
     "half of a LoKr": ({f"{K}.lokr_w1": A}, rf"'{K}.lokr_w1' has no other factor in x.safetensors: save the adapter"),
     "a LoKr of another base": ({f"{K}.lokr_w1": A, f"{K}.lokr_w2": B}, "do not make a change of parameter"),
-    "a DoRA": (
-        {f"{K}.lora_down.weight": A, f"{K}.lora_up.weight": B, f"{K}.dora_scale": A},
-        "holds '.*dora_scale', wh",
+    "a magnitude alone": (
+        {f"{K}.lora_down.weight": A, f"{K}.lora_up.weight": B, "lora_unet_q.dora_scale": A},
+        "'lora_unet_q.dora_scale' has no other factor in x.safetensors: save the adapter",
     ),
     "a core alone": ({f"{K}.lora_down.weight": A, f"{K}.lora_mid.weight": A}, "lora_down.weight' has no other factor"),
     "a bias": ({f"unet.{Q}.lora_A.weight": A, f"unet.{Q}.lora_B.bias": A[0]}, "holds '.*lora_B.bias', which is not of"),

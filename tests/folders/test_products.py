@@ -4,7 +4,10 @@ import pytest
 import torch
 from torch.nn import functional
 
+from smat_fn.config import TaskArithmetic
+from smat_fn.folders import open_folder, plan
 from smat_fn.folders.inputs import products
+from smat_fn.folders.inputs.adapters import open_adapter
 
 from .test_lora_files import CONV, UNET, Q, flat, merged, numbers, saved, unet, weights
 
@@ -85,3 +88,46 @@ def test_files_of_lycoris_and_kohya_change_the_weights_of_base(kind, parts, whol
     for leaf, value in found.items():
         change = scale * whole if leaf == f"{path}.weight" else 0
         assert value.equal(before[leaf] + change)
+
+
+PARTS = {kind: (parts, whole) for kind, parts, whole in made()}
+PARTS["LoRA"] = {"A": PARTS["LoHa"][0]["hada_w1_b"], "B": PARTS["LoHa"][0]["hada_w1_a"]}, None
+
+
+@pytest.mark.parametrize("of_columns", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("kind", ["LoRA", "LoHa", "LoKr of kernels", "LoRA with a core"])
+def test_dora_of_lycoris_gives_rows_or_columns_their_norms_in_whatever_chunks(kind, of_columns, folders, tmp_path):
+    parts, whole = PARTS[kind]
+    whole = parts["B"] @ parts["A"] if whole is None else whole
+    path = Q if whole.ndim == 2 else CONV
+    ends = {part: end for end, part in products.ENDS.items()} | {"A": ".lora_down.weight", "B": ".lora_up.weight"}
+    size = numbers(1, IN, seed=5) if of_columns else numbers(OUT, 1, seed=6)
+    size = size.add(8).view(*size.shape, *([1] * (whole.ndim - 2)))
+    stored = {f"lora_unet_{flat(path)}{ends[part]}": leaf.clone().contiguous() for part, leaf in parts.items()}
+    file = saved(tmp_path / "x.safetensors", stored | {f"lora_unet_{flat(path)}.dora_scale": size})
+    base = unet(tmp_path / "base", {**UNET, path: tuple(whole.shape)})
+    before = weights({**UNET, path: tuple(whole.shape)})[f"{path}.weight"]
+    after = (before + whole).double()
+    dims = [dim for dim in range(whole.ndim) if dim != of_columns]
+    expected = after / after.square().sum(dims, keepdim=True).sqrt() * size
+    opened = open_adapter("x", file, open_folder("base", base))
+    read = opened.reads[f"{path}.weight"]
+    found = read(0, whole.numel())
+    torch.testing.assert_close(found.view(whole.shape).double(), expected, rtol=3e-6, atol=0)
+    for start, stop in ((0, 1), (3, 8), (whole.numel() - 5, whole.numel())):
+        folders.assert_same_bits({"": read(start, stop)}, {"": found[start:stop]})
+
+
+def test_magnitudes_of_another_shape_and_of_fused_weights_are_errors(tmp_path):
+    parts, _ = PARTS["LoRA"]
+    base = unet(tmp_path / "base", {**UNET, Q: (OUT, IN)})
+    stored = {f"lora_unet_{flat(Q)}.lora_{way}.weight": parts[part] for way, part in (("down", "A"), ("up", "B"))}
+    file = saved(tmp_path / "x.safetensors", stored | {f"lora_unet_{flat(Q)}.dora_scale": torch.ones(OUT)})
+    with pytest.raises(ValueError, match=r"dora_scale' of shape \(6,\) has no number for each row or col.* of '.*to_q"):
+        plan(TaskArithmetic(coef=1.0), base, {"x": file}, tmp_path / "none")
+    fused = saved(tmp_path / "flux.safetensors", {"double_blocks.0.img_attn.qkv.weight": torch.ones(3 * IN, IN)})
+    name = "transformer.transformer_blocks.0.attn.to_q"
+    stored = {f"{name}.lora_A.weight": parts["A"], f"{name}.lora_B.weight": parts["B"][:IN].clone()}
+    file = saved(tmp_path / "y.safetensors", stored | {f"{name}.dora_scale": torch.ones(IN, 1)})
+    with pytest.raises(ValueError, match=r"to_q' of 'double_blocks\.0\.img_attn\.qkv.weight' is not a plain LoRA"):
+        plan(TaskArithmetic(coef=1.0), fused, {"x": file}, tmp_path / "none")

@@ -26,7 +26,7 @@ from .adapter_config import (
     no_scales,
     scale_of,
 )
-from .lora_files import MAGNITUDE, Opened, file_of, open_foreign
+from .lora_files import DORA, MAGNITUDE, Opened, file_of, open_foreign
 from .naming import namings
 from .reading import Folder, Pickled, Read, Store, Stored, config_of, foreign
 from .vocabulary import HEAD, by_token
@@ -44,13 +44,21 @@ _OF_WHOLE = {**_PARTS, **{ending: (part, False) for ending, part in products.END
 _HEAD = "if it is a head, pass `heads='keep'`, else "
 
 
+class _Magnitude(NamedTuple):
+    """DoRA: the norms that rows of the changed weight get, or columns, which in a convolution are input channels."""
+
+    name: str  # in the file
+    of_columns: bool = False
+    eps: float = 0.0  # added to the norms that they have
+
+
 class _Change(NamedTuple):
     """ΔW = scale · the product of tensors, or its transpose."""
 
     parts: Mapping[str, str]  # by what they are -> names in the file
     transposed: bool
     scale: float
-    magnitude: str | None = None  # of DoRA: the norm of each row
+    magnitude: _Magnitude | None = None
 
 
 def is_adapter(path: Path) -> bool:
@@ -70,8 +78,9 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
 
     s is ``lora_alpha / r``, or ``lora_alpha / √r`` with ``use_rslora``; ``rank_pattern`` and ``alpha_pattern`` change r
     and lora_alpha of the modules that they match, as peft does. LoHa and LoKr have another product. With ``use_dora``
-    each row of a linear layer's weight is then divided by its norm and multiplied by the module's magnitude. Biases
-    that were trained (``bias``) are whole leaves. No data is read. Of other tools' adapters see `open_foreign`.
+    each row of a linear layer's weight is then divided by its norm and multiplied by the module's magnitude; with
+    ``dora_scale`` of LyCORIS each row or column, also of a convolution. Biases that were trained (``bias``) are whole
+    leaves. No data is read. Of other tools' adapters see `open_foreign`.
 
     Args: heads: whole leaves that base lacks are taken too, by their names without peft's prefix.
     Raises: ValueError that lists what is broken, unknown, of another kind, or fits no leaf of base.
@@ -174,6 +183,8 @@ def _base_note(label: str, path: Path, config: Mapping[str, Any], base: Folder) 
 
 def _is_magnitude(name: str, config: Mapping[str, Any], shapes: Collection[str]) -> bool:
     """Whether a name is that of a DoRA module's magnitude."""
+    if name.endswith(DORA):
+        return True  # of `open_foreign`, beside its module's factors
     of_module = name.endswith(MAGNITUDE) and f"{name.removesuffix(MAGNITUDE)}.lora_A.weight" in shapes
     return of_module and config.get("use_dora") is True
 
@@ -355,7 +366,7 @@ def _change_of(
         raise ValueError(f"{label}: it adapts {module!r}, {_headless(f'{module}.weight') or lacking}")
     wanted = tuple(base.leaves[leaf].shape)
     if not products.is_plain(names):
-        return leaf, _change_of_product(label, module, names, shapes, opened, leaf, wanted)
+        return leaf, _change_of_product(label, path, module, names, shapes, opened, leaf, wanted)
     a, b = shapes[names["A"]], shapes[names["B"]]
     if min(len(a), len(b)) < 2 or a[0] != b[1] or math.prod(b[2:]) != 1:
         what = f"A {a} and B {b} of {module!r} do not fit, convolutions with groups are not read here"
@@ -371,20 +382,51 @@ def _change_of(
     assert opened.scale is not None, "without scales no pairs are left"
     scale = opened.scale(module.removeprefix(PREFIX), a[0])
     swapped = fits[0] if len(fits) == 1 else embedding or transposed(leaf)
-    config = opened.config
-    magnitude = f"{module}{MAGNITUDE}" if config.get("use_dora") is True else None
-    if magnitude is not None and (embedding or swapped or len(wanted) > 2):
+    magnitude = _magnitude_of(label, path, module, shapes, opened, leaf, wanted, by_rows=not embedding and not swapped)
+    return leaf, _Change(names, swapped, scale, magnitude)
+
+
+def _magnitude_of(
+    label: str,
+    path: Path,
+    module: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    opened: Opened,
+    leaf: str,
+    wanted: tuple[int, ...],
+    *,
+    by_rows: bool = True,
+) -> _Magnitude | None:
+    """The norms of a module's DoRA, None without. Args: by_rows: the weight has a row for each output.
+
+    Raises: ValueError for norms of another shape, and for layers whose norms are not read here.
+    """
+    dora, of_lycoris = opened.config.get("use_dora") is True, f"{module}{DORA}" in shapes
+    if (dora or of_lycoris) and not (by_rows and (of_lycoris or len(wanted) == 2)):
         raise ValueError(f"{label}: DoRA of {module!r}, which is not a linear layer, is not read here: {MERGED}")
-    if magnitude is not None and shapes.get(magnitude) != wanted[:1]:
+    if of_lycoris:
+        name, ones = f"{module}{DORA}", (1,) * (len(wanted) - 2)
+        own = shapes[name]
+        if own not in ((wanted[0], 1, *ones), (1, wanted[1], *ones)):
+            raise ValueError(
+                f"{label}: {name!r} of shape {own} has no number for each row or column of {leaf!r} {wanted}: was it "
+                "trained from another base?"
+            )
+        return _Magnitude(name, own[0] == 1 != wanted[0], torch.finfo(torch.float32).eps)
+    if not dora:
+        return None
+    name = f"{module}{MAGNITUDE}"
+    if shapes.get(name) != wanted[:1]:
         raise ValueError(
             f"{label}: its {CONFIG} sets use_dora to True, but {weights_of(path).name} has "
-            f"{shapes.get(magnitude, 'nothing')} as {magnitude!r} instead of {wanted[:1]}: save it again"
+            f"{shapes.get(name, 'nothing')} as {name!r} instead of {wanted[:1]}: save it again"
         )
-    return leaf, _Change(names, swapped, scale, magnitude)
+    return _Magnitude(name)
 
 
 def _change_of_product(
     label: str,
+    path: Path,
     module: str,
     names: Mapping[str, str],
     shapes: Mapping[str, tuple[int, ...]],
@@ -401,7 +443,8 @@ def _change_of_product(
     if opened.config.get("use_dora") is True:
         raise ValueError(f"{label}: DoRA of {module!r}, whose change is not a product B A, is not read here: {MERGED}")
     assert opened.scale is not None, "without scales no pairs are left"
-    return _Change(names, False, opened.scale(module.removeprefix(PREFIX), products.rank(own)))
+    magnitude = _magnitude_of(label, path, module, shapes, opened, leaf, wanted)
+    return _Change(names, False, opened.scale(module.removeprefix(PREFIX), products.rank(own)), magnitude)
 
 
 def _layout(
@@ -497,25 +540,48 @@ def _changed(store: Any, change: _Change, origin: Read, leaf: Tensor) -> Read:
     columns = math.prod(leaf.shape[1:])
     height = max(1, BLOCK // columns)
 
-    def read(start: int, stop: int) -> Tensor:
+    def blocks(start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """Of the change, the first row and the values of whole blocks, always the same ones: of another shape the last
+        bits of a product differ."""
         parts = {part: store.get_tensor(name) for part, name in change.parts.items()}
         device = next(iter(parts.values())).device
         with unrounded(device):
             rows = products.rows_of(parts, transposed=change.transposed)
-        out = origin(start, stop).to(leaf.dtype, copy=True)
-        # whole blocks, always the same ones: a product's last bit depends on its shape
         for first in range(start // columns // height * height, -(-stop // columns), height):
             with unrounded(device):
-                block = rows(first, first + height).mul_(change.scale).view(-1)
+                yield first, rows(first, first + height).mul_(change.scale)
+
+    def whole(first: int, block: Tensor) -> Tensor:
+        """Rows of base, changed by a block."""
+        begin = first * columns
+        return (origin(begin, begin + block.numel()).to(leaf.dtype) + block.view(-1)).view(-1, columns)
+
+    @cache
+    def of_columns() -> Tensor:
+        """The norm of each column of the changed weight, in a convolution of all of each input channel: (columns,)."""
+        channels = leaf.shape[1]
+        total = torch.zeros(channels, dtype=torch.float64)
+        for first, block in blocks(0, leaf.numel()):
+            total += whole(first, block).double().square_().sum(0).view(channels, -1).sum(1).to(total.device)
+        return total.sqrt_().to(leaf.dtype).repeat_interleave(columns // channels)
+
+    def read(start: int, stop: int) -> Tensor:
+        out = origin(start, stop).to(leaf.dtype, copy=True)
+        for first, block in blocks(start, stop):
             begin = first * columns
             low, high = max(start, begin), min(stop, begin + block.numel())
             if change.magnitude is None:
-                out[low - start : high - start] += block[low - begin : high - begin]
+                out[low - start : high - start] += block.view(-1)[low - begin : high - begin]
                 continue
-            whole = (origin(begin, begin + block.numel()).to(leaf.dtype) + block).view(-1, columns)
-            size = store.get_tensor(change.magnitude)[first : first + height, None].float()
-            whole *= size / torch.linalg.vector_norm(whole, dim=1, keepdim=True)
-            out[low - start : high - start] = whole.view(-1)[low - begin : high - begin]
+            made, size = whole(first, block), store.get_tensor(change.magnitude.name).float()
+            if change.magnitude.of_columns:
+                size = size.view(-1).repeat_interleave(columns // size.numel())
+                norms = of_columns().to(made.device)
+            else:
+                size = size.view(-1, 1)[first : first + height]
+                norms = torch.linalg.vector_norm(made, dim=1, keepdim=True)
+            made *= size / (norms + change.magnitude.eps)
+            out[low - start : high - start] = made.view(-1)[low - begin : high - begin]
         return out
 
     return read

@@ -31,6 +31,7 @@ _ENDS = {  # of the names of tensors, and what these are
     **{".lora_down.weight": "A", ".lora_up.weight": "B"},  # of kohya's scripts
     **products.ENDS,
     ".alpha": "alpha",
+    ".dora_scale": "magnitude",
 }
 _NAMES_HERE = {"A": ".lora_A.weight", "B": ".lora_B.weight", **{part: end for end, part in products.ENDS.items()}}
 _OF_MLX = {".lora_a": "A", ".lora_b": "B", ".m": "magnitude"}
@@ -52,7 +53,7 @@ _INSIDE = {  # where one file of a whole model has its components
 }
 _ENCODERS = "cond_stage_model.", "conditioner.", "text_encoders."
 _OLD = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}  # of text encoders
-MAGNITUDE = ".lora_magnitude_vector"  # of peft's DoRA
+MAGNITUDE, DORA = ".lora_magnitude_vector", ".dora_scale"  # of peft's DoRA; of LyCORIS, which has other shapes
 _UNREAD = "merge it into its model by the tool that trained it, and give that"
 _OF_PEFT = f"give the folder of an adapter of PEFT, in which {CONFIG} says its scale"
 _FUSE = "write the whole model by mlx_lm.fuse, and give that"
@@ -147,8 +148,10 @@ def open_foreign(label: str, file: Path, base: Folder) -> Opened:
             if place.rows is not None:
                 _add_parts(label, made, store, leaf, own, tuple(base.leaves[leaf].shape))
                 continue
-            for part, stored in _parts(module).items():
-                made.add(f"{name}{_NAMES_HERE[part]}", _like(store, stored), partial(store.get_tensor, stored))
+            ends = {stored: _NAMES_HERE[part] for part, stored in _parts(module).items()}
+            ends |= {stored: DORA for part, stored in module.held.items() if part == "magnitude"}
+            for stored, end in ends.items():
+                made.add(f"{name}{end}", _like(store, stored), partial(store.get_tensor, stored))
     return Opened({}, made, lambda module, rank: scales[module], problems, {file: store}, note)
 
 
@@ -358,7 +361,7 @@ def _add_parts(label: str, made: Made, store: Store, leaf: str, own: Sequence[_O
     """The factors of rows of a weight as those of the whole: A below each other, B along the diagonal."""
     pairs = list[tuple[str, str, Place]]()
     for module, place in own:
-        if not products.is_plain(_parts(module)):
+        if not products.is_plain(_parts(module)) or "magnitude" in module.held:
             raise ValueError(f"{label}: {module.name!r} of {leaf!r} is not a plain LoRA: {_UNREAD}")
         a, b = (tuple(_like(store, module.held[half]).shape) for half in "AB")
         if a[1:] != shape[1:] or b != (place.height, a[0]):
