@@ -78,9 +78,8 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
 
     s is ``lora_alpha / r``, or ``lora_alpha / √r`` with ``use_rslora``; ``rank_pattern`` and ``alpha_pattern`` change r
     and lora_alpha of the modules that they match, as peft does. LoHa and LoKr have another product. With ``use_dora``
-    each row of a linear layer's weight is then divided by its norm and multiplied by the module's magnitude; with
-    ``dora_scale`` of LyCORIS each row or column, also of a convolution. Biases that were trained (``bias``) are whole
-    leaves. No data is read. Of other tools' adapters see `open_foreign`.
+    rows of the changed weight then get the norms of the module's magnitude, with LyCORIS rows or columns. Biases that
+    were trained (``bias``) are whole leaves. No data is read. Of other tools' adapters see `open_foreign`.
 
     Args: heads: whole leaves that base lacks are taken too, by their names without peft's prefix.
     Raises: ValueError that lists what is broken, unknown, of another kind, or fits no leaf of base.

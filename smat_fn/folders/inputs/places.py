@@ -12,7 +12,7 @@ Rows: TypeAlias = tuple[int, int]  # the first one and the one after the last
 
 
 class Place(NamedTuple):
-    """What a module changes: a weight of base, or rows of it by rows of the module's product, whose height is given."""
+    """A weight of base that a module changes, or rows of it that are changed by rows of the module's product."""
 
     leaf: str
     rows: Rows | None = None  # None: the whole weight, by the whole product
