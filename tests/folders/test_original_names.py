@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from smat_fn.folders import plan
-from smat_fn.folders.inputs.original_names import of_diffusers
+from smat_fn.folders.inputs.original_names import Names, of_diffusers
 
 from .test_lora_files import RANK, TA, changed, factors, flat, header, kohya, merged, named, numbers, saved, weights
 
@@ -77,6 +77,11 @@ WAN = {
     "blocks.3.cross_attn.o": {"blocks.3.attn2.to_out.0": SQUARE},
     "blocks.3.cross_attn.k_img": {"blocks.3.attn2.add_k_proj": SQUARE},
     "blocks.3.cross_attn.v_img": {"blocks.3.attn2.add_v_proj": SQUARE},
+    "vace_blocks.1.before_proj": {"vace_blocks.1.proj_in": SQUARE},
+    "vace_blocks.1.after_proj": {"vace_blocks.1.proj_out": SQUARE},
+    "vace_blocks.1.self_attn.o": {"vace_blocks.1.attn1.to_out.0": SQUARE},
+    "img_emb.proj.1": {"condition_embedder.image_embedder.ff.net.0.proj": SQUARE},
+    "img_emb.proj.3": {"condition_embedder.image_embedder.ff.net.2": SQUARE},
     "blocks.3.ffn.0": {"blocks.3.ffn.net.0.proj": UP},
     "blocks.3.ffn.2": {"blocks.3.ffn.net.2": DOWN},
     "time_embedding.0": {"condition_embedder.time_embedder.linear_1": (SIZE, 6)},
@@ -86,7 +91,43 @@ WAN = {
     "time_projection.1": {"condition_embedder.time_proj": (24, SIZE)},
     "head.head": {"proj_out": (3, SIZE)},
 }
-MODELS = pytest.mark.parametrize("model", [FLUX_1, FLUX_2, WAN], ids=["flux 1", "flux 2", "wan"])
+CHROMA = {
+    "distilled_guidance_layer.layers.1.in_layer": {"distilled_guidance_layer.layers.1.linear_1": UP},
+    "distilled_guidance_layer.layers.1.out_layer": {"distilled_guidance_layer.layers.1.linear_2": DOWN},
+    **{path: parts for path, parts in FLUX_1.items() if "blocks" in path and "mod" not in path},
+}
+SD_3 = {
+    "joint_blocks.5.x_block.attn.qkv": attention("transformer_blocks.5", SPLIT),
+    "joint_blocks.5.context_block.attn.qkv": attention("transformer_blocks.5", ADDED),
+    "joint_blocks.5.x_block.attn.proj": {"transformer_blocks.5.attn.to_out.0": SQUARE},
+    "joint_blocks.5.context_block.attn.proj": {"transformer_blocks.5.attn.to_add_out": SQUARE},
+    "joint_blocks.5.x_block.mlp.fc1": {"transformer_blocks.5.ff.net.0.proj": UP},
+    "joint_blocks.5.x_block.mlp.fc2": {"transformer_blocks.5.ff.net.2": DOWN},
+    "joint_blocks.5.context_block.mlp.fc1": {"transformer_blocks.5.ff_context.net.0.proj": UP},
+    "joint_blocks.5.context_block.mlp.fc2": {"transformer_blocks.5.ff_context.net.2": DOWN},
+    "joint_blocks.5.x_block.attn2.qkv": attention("transformer_blocks.5", ("attn2.to_q", "attn2.to_k", "attn2.to_v")),
+    "joint_blocks.5.x_block.attn2.proj": {"transformer_blocks.5.attn2.to_out.0": SQUARE},
+    "joint_blocks.5.x_block.adaLN_modulation.1": {"transformer_blocks.5.norm1.linear": (24, SIZE)},
+    "x_embedder.proj": {"pos_embed.proj": (SIZE, 3)},
+    "t_embedder.mlp.0": {"time_text_embed.timestep_embedder.linear_1": (SIZE, 6)},
+    "t_embedder.mlp.2": {"time_text_embed.timestep_embedder.linear_2": SQUARE},
+    "y_embedder.mlp.0": {"time_text_embed.text_embedder.linear_1": (SIZE, 7)},
+    "y_embedder.mlp.2": {"time_text_embed.text_embedder.linear_2": SQUARE},
+    "context_embedder": {"context_embedder": (SIZE, 5)},
+    "final_layer.linear": {"proj_out": (3, SIZE)},
+}
+Z_IMAGE = {
+    "layers.11.attention.qkv": attention("layers.11.attention", ("to_q", "to_k", "to_v")),
+    "layers.11.attention.out": {"layers.11.attention.to_out.0": SQUARE},
+    "context_refiner.0.attention.qkv": attention("context_refiner.0.attention", ("to_q", "to_k", "to_v")),
+    "noise_refiner.1.attention.out": {"noise_refiner.1.attention.to_out.0": SQUARE},
+    "layers.11.feed_forward.w1": {"layers.11.feed_forward.w1": UP},
+    "x_embedder": {"all_x_embedder.2-1": (SIZE, 3)},
+    "final_layer.linear": {"all_final_layer.2-1.linear": (3, SIZE)},
+    "final_layer.adaLN_modulation.1": {"all_final_layer.2-1.adaLN_modulation.1": SQUARE},
+}
+ALL = {"flux 1": FLUX_1, "flux 2": FLUX_2, "chroma": CHROMA, "sd 3": SD_3, "z-image": Z_IMAGE, "wan": WAN}
+MODELS = pytest.mark.parametrize("model", ALL.values(), ids=ALL)
 
 
 def of_parts(model):
@@ -118,7 +159,8 @@ def split(model, tree):
 @MODELS
 def test_every_module_has_both_names(model):
     for path, parts in model.items():
-        assert tuple(map(flat, parts)) in of_diffusers(flat(path))
+        if path not in parts:
+            assert Names(tuple(map(flat, parts))) in of_diffusers(flat(path))
     assert of_diffusers("blocks_3_attn1_to_q") == []
 
 
@@ -166,6 +208,66 @@ def test_a_pipeline_takes_original_names(folders, tmp_path):
     folders.assert_same_bits(made, {f"transformer/{path}": leaf for path, leaf in expected.items()})
 
 
+def test_scales_of_parts_may_differ(folders, tmp_path):
+    qkv, parts = next(iter(FLUX_1.items()))
+    start = weights(parts)
+    base = saved(tmp_path / "base.safetensors", fused({qkv: parts}, start))
+    found = factors(parts)
+    q, k, v = found
+    tensors = kohya({q: found[q]}, alpha=4) | kohya({k: found[k]}, alpha=1) | kohya({v: found[v]})
+    made = merged(base, saved(tmp_path / "x.safetensors", tensors), tmp_path / "out")
+    expected = start
+    for path, scale in ((q, 2), (k, 0.5), (v, 1)):
+        expected = changed(expected, {path: found[path]}, scale)
+    folders.assert_same_bits(made, fused({qkv: parts}, expected))
+
+
+@pytest.mark.parametrize("original", [False, True])
+def test_halves_that_diffusers_swaps(original, folders, tmp_path):
+    names = ["norm_out.linear", "final_layer.adaLN_modulation.1"]
+    own, other = names[:: -1 if original else 1]
+    base = saved(tmp_path / "base.safetensors", weights({own: (6, SIZE)}))
+    found = factors({other: (6, SIZE)})
+    made = merged(base, saved(tmp_path / "x.safetensors", kohya(found, alpha=2)), tmp_path / "out")
+    a, b = found[other]
+    folders.assert_same_bits(made, changed(weights({own: (6, SIZE)}), {own: (a, b.roll(3, 0))}))
+    same = merged(base, saved(tmp_path / "y.safetensors", kohya({own: found[other]}, alpha=2)), tmp_path / "same")
+    folders.assert_same_bits(same, changed(weights({own: (6, SIZE)}), {own: found[other]}))
+
+
+def test_two_transformers_of_one_pipeline_are_told_apart(folders, tmp_path):
+    for part in ("transformer", "transformer_2"):
+        saved(tmp_path / f"base/{part}/diffusion_pytorch_model.safetensors", weights(of_parts(WAN)))
+    (tmp_path / "base/model_index.json").write_text("{}")
+    found = factors(of_whole(WAN))
+    file = saved(tmp_path / "x.safetensors", named(found, "diffusion_model.", alpha=2))
+    told = "does not say whether it adapts transformer or transformer_2 of base .*: give the folder of one of them as"
+    with pytest.raises(ValueError, match=told):
+        plan(TA, tmp_path / "base", {"x": file}, tmp_path / "none")
+    made = merged(tmp_path / "base/transformer_2", file, tmp_path / "out")
+    folders.assert_same_bits(made, split(WAN, changed(fused(WAN, weights(of_parts(WAN))), found)))
+    both = named(factors(of_parts(WAN)), "transformer.", alpha=2) | named(factors(of_parts(WAN)), "transformer_2.")
+    assert plan(TA, tmp_path / "base", {"x": saved(tmp_path / "y.safetensors", both)}, tmp_path / "none")
+
+
+def test_t5_has_another_number_in_diffusers(folders, tmp_path):
+    t5 = {"encoder.block.0.layer.0.SelfAttention.q": SQUARE, "encoder.block.0.layer.1.DenseReluDense.wo": DOWN}
+    clip = {"text_model.encoder.layers.0.mlp.fc1": UP}
+    saved(tmp_path / "base/transformer/diffusion_pytorch_model.safetensors", weights(of_parts(FLUX_1)))
+    saved(tmp_path / "base/text_encoder/model.safetensors", weights(clip))
+    saved(tmp_path / "base/text_encoder_2/model.safetensors", weights(t5, seed=9))
+    (tmp_path / "base/model_index.json").write_text("{}")
+    one, three = factors(clip), factors(t5, seed=3)
+    tensors = kohya(one, "lora_te1_", alpha=2) | kohya(three, "lora_te3_", alpha=2)
+    made = merged(tmp_path / "base", saved(tmp_path / "x.safetensors", tensors), tmp_path / "out")
+    expected = {f"text_encoder/{path}": leaf for path, leaf in changed(weights(clip), one).items()}
+    expected |= {f"text_encoder_2/{path}": leaf for path, leaf in changed(weights(t5, seed=9), three).items()}
+    folders.assert_same_bits({name: leaf for name, leaf in made.items() if name.startswith("text")}, expected)
+    strange = saved(tmp_path / "y.safetensors", kohya(factors({"encoder.block.9.q": SQUARE}), "lora_te3_"))
+    with pytest.raises(ValueError, match=r"adapts text_encoder_3 \(1 modules\), base has text_encoder, tex"):
+        plan(TA, tmp_path / "base", {"x": strange}, tmp_path / "none")
+
+
 def test_both_names_of_a_module_in_one_file_are_an_error(tmp_path):
     base = saved(tmp_path / "base.safetensors", fused(FLUX_1, weights(of_parts(FLUX_1))))
     qkv, parts = next(iter(FLUX_1.items()))
@@ -182,9 +284,9 @@ def test_parts_that_cannot_be_told_apart_are_errors(tmp_path):
         (
             "height",
             kohya(factors({linear: (24, SIZE)})),
-            r"B \(24, 2\) .* make \(22, 4\), of which rows 12 to 22 change",
+            r"B \(24, 2\) and A .* have no product of shape \(22, 4\)",
         ),
-        ("width", kohya(factors({qkv: (12, 5)})), r"B \(12, 2\) and A \(2, 5\) .* do not make \(12, 4\)"),
+        ("width", kohya(factors({qkv: (12, 5)})), r"B \(12, 2\) and A \(2, 5\) .* no product of shape \(12, 4\)"),
         (
             "kind",
             {f"lora_unet_{flat(qkv)}.lokr_w1": torch.ones(1, 1), f"lora_unet_{flat(qkv)}.lokr_w2": whole},

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional
 
 from smat_fn.config import TaskArithmetic
@@ -9,7 +10,7 @@ from smat_fn.folders import open_folder, plan
 from smat_fn.folders.inputs import products
 from smat_fn.folders.inputs.adapters import open_adapter
 
-from .test_lora_files import CONV, UNET, Q, flat, merged, numbers, saved, unet, weights
+from .test_lora_files import CONV, UNET, Q, flat, merged, numbers, of_peft, saved, unet, weights
 
 OUT, IN, R, K = 6, 4, 2, 3
 
@@ -118,6 +119,22 @@ def test_dora_of_lycoris_gives_rows_or_columns_their_norms_in_whatever_chunks(ki
         folders.assert_same_bits({"": read(start, stop)}, {"": found[start:stop]})
 
 
+def test_magnitudes_of_weights_with_one_row_and_of_kernels_of_one_coordinate(tmp_path):
+    a, b, size = torch.tensor([[1.0, 2, 2, 4]]), torch.ones(1, 1), torch.tensor([[3.0, 4, 5, 6]])
+    one, point = "time_embedding.linear_1", "mid_block.attentions.0.proj_in"
+    shapes = {**UNET, one: (1, 4), point: (2, 4, 1, 1)}
+    stored = {f"lora_unet_{flat(one)}.{name}": x for name, x in (("lora_down.weight", a), ("lora_up.weight", b))}
+    stored |= {f"lora_unet_{flat(one)}.dora_scale": size, f"lora_unet_{flat(point)}.dora_scale": torch.ones(2, 1)}
+    stored |= {f"lora_unet_{flat(point)}.lora_down.weight": a.clone()}
+    stored |= {f"lora_unet_{flat(point)}.lora_up.weight": torch.ones(2, 1)}
+    file = saved(tmp_path / "x.safetensors", stored)
+    found = merged(unet(tmp_path / "base", shapes), file, tmp_path / "out")
+    before = weights(shapes)
+    torch.testing.assert_close(found[f"{one}.weight"], size * (before[f"{one}.weight"] + a).sign())
+    rows = before[f"{point}.weight"].flatten(1) + a
+    torch.testing.assert_close(found[f"{point}.weight"].flatten(1), rows / rows.norm(dim=1, keepdim=True))
+
+
 def test_magnitudes_of_another_shape_and_of_fused_weights_are_errors(tmp_path):
     parts, _ = PARTS["LoRA"]
     base = unet(tmp_path / "base", {**UNET, Q: (OUT, IN)})
@@ -131,3 +148,10 @@ def test_magnitudes_of_another_shape_and_of_fused_weights_are_errors(tmp_path):
     file = saved(tmp_path / "y.safetensors", stored | {f"{name}.dora_scale": torch.ones(IN, 1)})
     with pytest.raises(ValueError, match=r"to_q' of 'double_blocks\.0\.img_attn\.qkv.weight' is not a plain LoRA"):
         plan(TaskArithmetic(coef=1.0), fused, {"x": file}, tmp_path / "none")
+    folder = of_peft(tmp_path / "peft", {Q: (parts["A"], parts["B"])}, 2)
+    weights_of = folder / "adapter_model.safetensors"
+    saved(weights_of, load_file(weights_of) | {f"base_model.model.{Q}.dora_scale": torch.ones(OUT, 1)})
+    with pytest.raises(
+        ValueError, match=r"holds 'base_model\.model.*dora_scale', which is not a plain LoRA of a param"
+    ):
+        plan(TaskArithmetic(coef=1.0), base, {"x": folder}, tmp_path / "none")

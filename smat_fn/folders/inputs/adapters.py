@@ -49,7 +49,7 @@ class _Magnitude(NamedTuple):
 
     name: str  # in the file
     of_columns: bool = False
-    eps: float = 0.0  # added to the norms that they have
+    eps: float = 0.0  # added to the norms that the changed weight has, by which it is divided
 
 
 class _Change(NamedTuple):
@@ -99,7 +99,7 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
             part, embedding = _OF_WHOLE[ending]
             halves.setdefault((name.removesuffix(ending), embedding), {})[part] = name
             continue
-        if _is_magnitude(name, config, shapes) or _is_spare(name, shapes):
+        if _is_magnitude(name, config, shapes, of_peft=file is None) or _is_spare(name, shapes):
             continue
         leaf = _leaf(name.replace(".base_layer.", "."), base)
         if leaf is None and _is_copied_head(name, store):
@@ -180,10 +180,10 @@ def _base_note(label: str, path: Path, config: Mapping[str, Any], base: Folder) 
     return f"{label} names {named!r} as its base, here it is {base.root}: make sure that they have the same weights"
 
 
-def _is_magnitude(name: str, config: Mapping[str, Any], shapes: Collection[str]) -> bool:
+def _is_magnitude(name: str, config: Mapping[str, Any], shapes: Collection[str], *, of_peft: bool) -> bool:
     """Whether a name is that of a DoRA module's magnitude."""
-    if name.endswith(DORA):
-        return True  # of `open_foreign`, beside its module's factors
+    if not of_peft and name.endswith(DORA):
+        return True
     of_module = name.endswith(MAGNITUDE) and f"{name.removesuffix(MAGNITUDE)}.lora_A.weight" in shapes
     return of_module and config.get("use_dora") is True
 
@@ -365,7 +365,7 @@ def _change_of(
         raise ValueError(f"{label}: it adapts {module!r}, {_headless(f'{module}.weight') or lacking}")
     wanted = tuple(base.leaves[leaf].shape)
     if not products.is_plain(names):
-        return leaf, _change_of_product(label, path, module, names, shapes, opened, leaf, wanted)
+        return leaf, _change_of_product(label, module, names, shapes, opened, leaf, wanted)
     a, b = shapes[names["A"]], shapes[names["B"]]
     if min(len(a), len(b)) < 2 or a[0] != b[1] or math.prod(b[2:]) != 1:
         what = f"A {a} and B {b} of {module!r} do not fit, convolutions with groups are not read here"
@@ -381,51 +381,36 @@ def _change_of(
     assert opened.scale is not None, "without scales no pairs are left"
     scale = opened.scale(module.removeprefix(PREFIX), a[0])
     swapped = fits[0] if len(fits) == 1 else embedding or transposed(leaf)
-    magnitude = _magnitude_of(label, path, module, shapes, opened, leaf, wanted, by_rows=not embedding and not swapped)
+    magnitude = _magnitude_of_lycoris(label, module, shapes, leaf, wanted)
+    if magnitude is None and opened.config.get("use_dora") is True:
+        magnitude = _Magnitude(f"{module}{MAGNITUDE}")
+    if magnitude is not None and (embedding or swapped or (len(wanted) > 2 and not magnitude.eps)):
+        raise ValueError(f"{label}: DoRA of {module!r}, which is not a linear layer, is not read here: {MERGED}")
+    if magnitude is not None and not magnitude.eps and shapes.get(magnitude.name) != wanted[:1]:
+        raise ValueError(
+            f"{label}: its {CONFIG} sets use_dora to True, but {weights_of(path).name} has "
+            f"{shapes.get(magnitude.name, 'nothing')} as {magnitude.name!r} instead of {wanted[:1]}: save it again"
+        )
     return leaf, _Change(names, swapped, scale, magnitude)
 
 
-def _magnitude_of(
-    label: str,
-    path: Path,
-    module: str,
-    shapes: Mapping[str, tuple[int, ...]],
-    opened: Opened,
-    leaf: str,
-    wanted: tuple[int, ...],
-    *,
-    by_rows: bool = True,
+def _magnitude_of_lycoris(
+    label: str, module: str, shapes: Mapping[str, tuple[int, ...]], leaf: str, wanted: tuple[int, ...]
 ) -> _Magnitude | None:
-    """The norms of a module's DoRA, None without. Args: by_rows: the weight has a row for each output.
-
-    Raises: ValueError for norms of another shape, and for layers whose norms are not read here.
-    """
-    dora, of_lycoris = opened.config.get("use_dora") is True, f"{module}{DORA}" in shapes
-    if (dora or of_lycoris) and not (by_rows and (of_lycoris or len(wanted) == 2)):
-        raise ValueError(f"{label}: DoRA of {module!r}, which is not a linear layer, is not read here: {MERGED}")
-    if of_lycoris:
-        name, ones = f"{module}{DORA}", (1,) * (len(wanted) - 2)
-        own = shapes[name]
-        if own not in ((wanted[0], 1, *ones), (1, wanted[1], *ones)):
-            raise ValueError(
-                f"{label}: {name!r} of shape {own} has no number for each row or column of {leaf!r} {wanted}: was it "
-                "trained from another base?"
-            )
-        return _Magnitude(name, own[0] == 1 != wanted[0], torch.finfo(torch.float32).eps)
-    if not dora:
+    """The norms of a module's ``dora_scale``, None without. Raises: ValueError for those of another shape."""
+    name = f"{module}{DORA}"
+    if (own := shapes.get(name)) is None:
         return None
-    name = f"{module}{MAGNITUDE}"
-    if shapes.get(name) != wanted[:1]:
+    if own[:2] not in ((wanted[0], 1), (1, wanted[1])) or math.prod(own[2:]) != 1:
         raise ValueError(
-            f"{label}: its {CONFIG} sets use_dora to True, but {weights_of(path).name} has "
-            f"{shapes.get(name, 'nothing')} as {name!r} instead of {wanted[:1]}: save it again"
+            f"{label}: {name!r} of shape {own} has no number for each row or column of {leaf!r} {wanted}: was it "
+            "trained from another base?"
         )
-    return _Magnitude(name)
+    return _Magnitude(name, own[:2] != (wanted[0], 1), torch.finfo(torch.float32).eps)
 
 
 def _change_of_product(
     label: str,
-    path: Path,
     module: str,
     names: Mapping[str, str],
     shapes: Mapping[str, tuple[int, ...]],
@@ -442,7 +427,7 @@ def _change_of_product(
     if opened.config.get("use_dora") is True:
         raise ValueError(f"{label}: DoRA of {module!r}, whose change is not a product B A, is not read here: {MERGED}")
     assert opened.scale is not None, "without scales no pairs are left"
-    magnitude = _magnitude_of(label, path, module, shapes, opened, leaf, wanted)
+    magnitude = _magnitude_of_lycoris(label, module, shapes, leaf, wanted)
     return _Change(names, False, opened.scale(module.removeprefix(PREFIX), products.rank(own)), magnitude)
 
 
@@ -564,6 +549,15 @@ def _changed(store: Any, change: _Change, origin: Read, leaf: Tensor) -> Read:
             total += whole(first, block).double().square_().sum(0).view(channels, -1).sum(1).to(total.device)
         return total.sqrt_().to(leaf.dtype).repeat_interleave(columns // channels)
 
+    def normed(first: int, block: Tensor, magnitude: _Magnitude) -> Tensor:
+        """Rows of the changed weight with the norms of its magnitude."""
+        made, size = whole(first, block), store.get_tensor(magnitude.name).float()
+        if magnitude.of_columns:
+            norms, size = of_columns().to(made.device), size.view(-1).repeat_interleave(columns // size.numel())
+        else:
+            norms, size = torch.linalg.vector_norm(made, dim=1, keepdim=True), size.view(-1, 1)[first : first + height]
+        return made.mul_(size / (norms + magnitude.eps))
+
     def read(start: int, stop: int) -> Tensor:
         out = origin(start, stop).to(leaf.dtype, copy=True)
         for first, block in blocks(start, stop):
@@ -571,16 +565,9 @@ def _changed(store: Any, change: _Change, origin: Read, leaf: Tensor) -> Read:
             low, high = max(start, begin), min(stop, begin + block.numel())
             if change.magnitude is None:
                 out[low - start : high - start] += block.view(-1)[low - begin : high - begin]
-                continue
-            made, size = whole(first, block), store.get_tensor(change.magnitude.name).float()
-            if change.magnitude.of_columns:
-                size = size.view(-1).repeat_interleave(columns // size.numel())
-                norms = of_columns().to(made.device)
             else:
-                size = size.view(-1, 1)[first : first + height]
-                norms = torch.linalg.vector_norm(made, dim=1, keepdim=True)
-            made *= size / (norms + change.magnitude.eps)
-            out[low - start : high - start] = made.view(-1)[low - begin : high - begin]
+                made = normed(first, block, change.magnitude)
+                out[low - start : high - start] = made.view(-1)[low - begin : high - begin]
         return out
 
     return read

@@ -5,7 +5,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,7 +17,7 @@ from ... import checkpoint, errors
 from ...errors import and_more, some_of
 from . import products
 from .adapter_config import CONFIG, PICKLED, WEIGHTS, config_problems, no_scales, scale_of
-from .places import Find, Place, finder, module_of, overlap
+from .places import Find, Part, Place, finder, module_of, overlap
 from .reading import DIFFUSION, DIFFUSION_INDEX, FACTOR, PIPELINE, SUFFIXES, Folder, Store, config_of, is_single
 from .vocabulary import HEAD, by_token
 
@@ -35,10 +35,11 @@ _ENDS = {  # of the names of tensors, and what these are
 }
 _NAMES_HERE = {"A": ".lora_A.weight", "B": ".lora_B.weight", **{part: end for end, part in products.ENDS.items()}}
 _OF_MLX = {".lora_a": "A", ".lora_b": "B", ".m": "magnitude"}
-_NUMBERS = "alpha", "magnitude"  # the parts that are no matrices
-_DENOISERS = "unet", "transformer", "prior"
+_BESIDE = "alpha", "magnitude"  # the factors
+_DENOISERS, _SECOND = ("unet", "transformer", "prior"), "transformer_2"  # the latter for low noise, in Wan 2.2
 _TEXT = {"te": "text_encoder", "te1": "text_encoder", "te2": "text_encoder_2", "te3": "text_encoder_3"}
 _FLAT = re.compile(r"lora_(unet|transformer|te[123]?)_(.+)")  # of kohya's scripts, with "_" for "."
+_T5 = re.compile(r"encoder[._]block[._]\d")
 _LYCORIS = "lycoris_"  # before flat names without a component
 _DOTTED = re.compile(r"(unet|transformer(?:_2)?|prior|diffusion_model|text_encoder(?:_[234])?)\.(.+)")
 _INSIDE = {  # where one file of a whole model has its components
@@ -64,6 +65,8 @@ class Made:
 
     def __init__(self) -> None:
         self._made: dict[str, tuple[Tensor, Callable[[], Tensor]]] = {}
+        # a weight is read in chunks, each of which takes all its factors
+        self._latest = lru_cache(maxsize=4)(lambda name: self._made[name][1]())
 
     @property
     def names(self) -> list[str]:
@@ -80,7 +83,7 @@ class Made:
 
     def get_tensor(self, name: str) -> Tensor:
         """A tensor's values."""
-        return self._made[name][1]()
+        return self._latest(name)
 
 
 class Opened(NamedTuple):
@@ -139,15 +142,17 @@ def open_foreign(label: str, file: Path, base: Folder) -> Opened:
     for leaf, own in _targets(label, file, modules, places, base, problems).items():
         name = module_of(leaf)
         with errors.collected(problems):
-            found = {_scale(label, store, module, settings, base) for module, _ in own}
-            if len(found) > 1:
-                scale = " and ".join(map(str, sorted(found)))
-                raise ValueError(f"{label}: parts of {leaf!r} have scales {scale}, which is not read here: {_UNREAD}")
-            scales[name] = found.pop()
-            ((module, place), *_) = own
-            if place.rows is not None:
-                _add_parts(label, made, store, leaf, own, tuple(base.leaves[leaf].shape))
+            found = [_scale(label, store, module, settings, base) for module, _ in own]
+            parts = [
+                (module, place.part, scale / found[0])
+                for (module, place), scale in zip(own, found, strict=True)
+                if place.part
+            ]
+            scales[name] = found[0]
+            if parts:
+                _add_parts(label, made, store, leaf, parts, tuple(base.leaves[leaf].shape))
                 continue
+            ((module, _),) = own
             ends = {stored: _NAMES_HERE[part] for part, stored in _parts(module).items()}
             ends |= {stored: DORA for part, stored in module.held.items() if part == "magnitude"}
             for stored, end in ends.items():
@@ -179,7 +184,7 @@ def _modules(label: str, file: Path, store: Store, ends: Mapping[str, str]) -> l
         elif not end or name.startswith("base_model."):
             kind = "".join(re.findall(r"[^.]+(?:\.weight|\.bias)?$", name))
             others.setdefault(kind, []).append(name)
-        elif ends[end] not in _NUMBERS and (like.ndim < 2 or not like.numel()):
+        elif ends[end] not in _BESIDE and (like.ndim < 2 or not like.numel()):
             shape = tuple(like.shape)
             problems.append(f"{label}: {name!r} of shape {shape} is not a factor of a matrix: save the adapter again")
         else:
@@ -206,7 +211,7 @@ def _modules(label: str, file: Path, store: Store, ends: Mapping[str, str]) -> l
 
 def _parts(module: _Module) -> dict[str, str]:
     """The tensors whose product changes the weight."""
-    return {part: name for part, name in module.held.items() if part not in _NUMBERS}
+    return {part: name for part, name in module.held.items() if part not in _BESIDE}
 
 
 def _shapes(store: Store, module: _Module) -> dict[str, tuple[int, ...]]:
@@ -296,9 +301,19 @@ def _places(
         whole = any(leaf.startswith(_ENCODERS) for leaf in base.leaves)
     found = dict[str, str]()
     for part in parts if there else ():
-        names = part, *(_DENOISERS if part in ("", "diffusion_model", *_DENOISERS) else ())
+        denoiser = part in ("", "diffusion_model", *_DENOISERS)
+        if denoiser and _SECOND in there and _SECOND not in parts:
+            raise ValueError(
+                f"{label}: {file.name} does not say whether it adapts transformer or {_SECOND} of base {base.root}: "
+                "give the folder of one of them as base"
+            )
+        names = part, *(_DENOISERS if denoiser else ())
         if known := next((name for name in names if name in there), None):
             found[part] = there[known]
+        elif all(_T5.match(module.path) for module in parts[part]):  # of Flux: 2 in diffusers, 3 in kohya's scripts
+            others = [start for name, start in there.items() if name.startswith("text_encoder") and name not in parts]
+            fitting = [start for start in others if _all_fit(store, parts[part], base, finder(base, start))]
+            found |= {part: fitting[0]} if len(fitting) == 1 else {}
     if not there:
         find = finder(base, "")
         fitting = [part for part, own in parts.items() if any(_fits(store, module, base, find) for module in own)]
@@ -316,12 +331,16 @@ def _places(
     return found, f"{label} also adapts {some_of(lost)}, which base does not have: left out" if lost else ""
 
 
+def _all_fit(store: Store, modules: Sequence[_Module], base: Folder, find: Find) -> bool:
+    return all(_fits(store, module, base, find) for module in modules)
+
+
 def _fits(store: Store, module: _Module, base: Folder, find: Find) -> bool:
     """Whether base has a module under its name and in its shape."""
     made = products.matrix(_shapes(store, module))
     for place, *_ in find(module.path):
         own = base.leaves[place.leaf]
-        if made == (place.height or len(own), own.numel() // max(1, len(own))):
+        if made == (place.part.height if place.part else len(own), own.numel() // max(1, len(own))):
             return True
     return False
 
@@ -343,7 +362,7 @@ def _targets(
             problems.append(f"{label}: {module.name!r} means {meant} of base: {_UNREAD}")
         for place in found[0] if len(found) == 1 else ():
             own = targets.setdefault(place.leaf, [])
-            if same := next((other for other, held in own if overlap(held.rows, place.rows)), None):
+            if same := next((other for other, held in own if overlap(held, place)), None):
                 problems.append(
                     f"{label}: {same.name!r} and {module.name!r} both change {place.leaf!r}: save the adapter again"
                 )
@@ -357,36 +376,40 @@ def _targets(
     return targets
 
 
-def _add_parts(label: str, made: Made, store: Store, leaf: str, own: Sequence[_Own], shape: tuple[int, ...]) -> None:
-    """The factors of rows of a weight as those of the whole: A below each other, B along the diagonal."""
-    pairs = list[tuple[str, str, Place]]()
-    for module, place in own:
+def _add_parts(
+    label: str,
+    made: Made,
+    store: Store,
+    leaf: str,
+    own: Sequence[tuple[_Module, Part, float]],
+    shape: tuple[int, ...],
+) -> None:
+    """The factors of parts of a weight as those of the whole: A below each other, B along the diagonal, scaled."""
+    pairs = list[tuple[str, str, Part, float]]()
+    for module, part, scale in own:
         if not products.is_plain(_parts(module)) or "magnitude" in module.held:
             raise ValueError(f"{label}: {module.name!r} of {leaf!r} is not a plain LoRA: {_UNREAD}")
         a, b = (tuple(_like(store, module.held[half]).shape) for half in "AB")
-        if a[1:] != shape[1:] or b != (place.height, a[0]):
-            first, last = place.rows or (0, shape[0])
+        if a[1:] != shape[1:] or b != (part.height, a[0]):
             raise ValueError(
-                f"{label}: B {b} and A {a} of {module.name!r} do not make {(place.height, *shape[1:])}, of which rows "
-                f"{place.start} to {place.start + last - first} change rows {first} to {last} of {leaf!r} {shape}: was "
-                "it trained from another base?"
+                f"{label}: B {b} and A {a} of {module.name!r} have no product of shape {(part.height, *shape[1:])}, as "
+                f"{leaf!r} {shape} needs: was it trained from another base?"
             )
-        pairs.append((module.held["A"], module.held["B"], place))
+        pairs.append((module.held["A"], module.held["B"], part, scale))
+    rank = sum(len(_like(store, a)) for a, *_ in pairs)
 
     def below() -> Tensor:
-        return torch.cat([store.get_tensor(a).float() for a, _, _ in pairs])
+        return torch.cat([store.get_tensor(a).float() for a, *_ in pairs])
 
     def along() -> Tensor:
         blocks, column = torch.zeros(shape[0], rank), 0
-        for _, b, place in pairs:
-            start, stop = place.rows or (0, shape[0])
-            half = store.get_tensor(b)[place.start : place.start + stop - start]
-            blocks[start:stop, column : column + half.shape[1]] = half
-            column += half.shape[1]
+        for _, b, part, scale in pairs:
+            rows = store.get_tensor(b)[part.of_product : part.of_product + part.stop - part.start]
+            blocks[part.start : part.stop, column : column + rows.shape[1]] = rows.float() * scale
+            column += rows.shape[1]
         return blocks
 
     name = module_of(leaf)
-    rank = sum(len(_like(store, a)) for a, _, _ in pairs)
     made.add(f"{name}.lora_A.weight", torch.empty(rank, shape[1], device="meta"), below)
     made.add(f"{name}.lora_B.weight", torch.empty(shape[0], rank, device="meta"), along)
 

@@ -1,13 +1,14 @@
 """Names of modules in the original code of diffusion models and OpenCLIP, and those of diffusers and transformers.
 
 Names are flat, as kohya's scripts write them: "_" for ".". For the UNets of Stable Diffusion and for OpenCLIP, `flat`
-gives one name to both. In Flux and Wan a module may have two names in diffusers (in Flux 1 and 2), or several modules
-(queries, keys and values): `of_diffusers` lists them.
+gives one name to both. In newer models a module may have one of two names in diffusers (in Flux 1 and 2), or be several
+modules (queries, keys and values): `of_diffusers` lists them.
 
 Source: the conversion scripts and adapter loaders of diffusers (scripts/, loaders/lora_conversion_utils.py).
 """
 
 import re
+from typing import NamedTuple
 
 _BLOCK = re.compile(r"(input|output)_blocks_(\d+)_(\d)_(.+)")
 _MIDDLE = re.compile(r"middle_block_([012])_(.+)")
@@ -28,57 +29,106 @@ _NAMES = {  # of the original code of UNets and of OpenCLIP, and those of diffus
     "mlp_c_fc": "mlp_fc1",
     "mlp_c_proj": "mlp_fc2",
 }
-_DOUBLE, _SINGLE, _WAN = r"double_blocks_(\d+)_", r"single_blocks_(\d+)_", r"blocks_(\d+)_"
-_OF_DIFFUSERS: dict[str, list[tuple[str, ...]]] = {  # of Flux 1, Chroma and Flux 2; of Wan
-    _DOUBLE + "img_attn_qkv": [tuple(rf"transformer_blocks_\1_attn_to_{part}" for part in "qkv")],
-    _DOUBLE + "txt_attn_qkv": [tuple(rf"transformer_blocks_\1_attn_add_{part}_proj" for part in "qkv")],
-    _DOUBLE + "img_attn_proj": [(r"transformer_blocks_\1_attn_to_out_0",)],
-    _DOUBLE + "txt_attn_proj": [(r"transformer_blocks_\1_attn_to_add_out",)],
-    _DOUBLE + "img_mlp_0": [(r"transformer_blocks_\1_ff_net_0_proj",), (r"transformer_blocks_\1_ff_linear_in",)],
-    _DOUBLE + "img_mlp_2": [(r"transformer_blocks_\1_ff_net_2",), (r"transformer_blocks_\1_ff_linear_out",)],
-    _DOUBLE + "txt_mlp_0": [
-        (r"transformer_blocks_\1_ff_context_net_0_proj",), (r"transformer_blocks_\1_ff_context_linear_in",),
-    ],
-    _DOUBLE + "txt_mlp_2": [
-        (r"transformer_blocks_\1_ff_context_net_2",), (r"transformer_blocks_\1_ff_context_linear_out",),
-    ],
-    _DOUBLE + "img_mod_lin": [(r"transformer_blocks_\1_norm1_linear",)],
-    _DOUBLE + "txt_mod_lin": [(r"transformer_blocks_\1_norm1_context_linear",)],
-    _SINGLE + "linear1": [
-        tuple(rf"single_transformer_blocks_\1_{part}" for part in ("attn_to_q", "attn_to_k", "attn_to_v", "proj_mlp")),
-        (r"single_transformer_blocks_\1_attn_to_qkv_mlp_proj",),
-    ],
-    _SINGLE + "linear2": [(r"single_transformer_blocks_\1_proj_out",), (r"single_transformer_blocks_\1_attn_to_out",)],
-    _SINGLE + "modulation_lin": [(r"single_transformer_blocks_\1_norm_linear",)],
-    "((?:single|double)_stream_modulation.*)_lin": [(r"\1_linear",)],
-    "img_in": [("x_embedder",)],
-    "txt_in": [("context_embedder",)],
+_TABLE = {  # the original name -> alternatives in diffusers; N: a number; {a,b}: the modules that are one, in order
+    # Flux 1, Chroma, Flux 2
+    "double_blocks.N.img_attn.qkv": "transformer_blocks.N.attn.to_{q,k,v}",
+    "double_blocks.N.txt_attn.qkv": "transformer_blocks.N.attn.{add_q_proj,add_k_proj,add_v_proj}",
+    "double_blocks.N.img_attn.proj": "transformer_blocks.N.attn.to_out.0",
+    "double_blocks.N.txt_attn.proj": "transformer_blocks.N.attn.to_add_out",
     **{
-        f"{ours}_in_{which}_layer": [(f"{theirs}_linear_{number}",) for theirs in names]
-        for which, number in (("in", 1), ("out", 2))
-        for ours, names in {
-            "time": ("time_text_embed_timestep_embedder", "time_guidance_embed_timestep_embedder"),
-            "guidance": ("time_text_embed_guidance_embedder", "time_guidance_embed_guidance_embedder"),
-            "vector": ("time_text_embed_text_embedder",),
+        f"double_blocks.N.{ours}.{number}": f"transformer_blocks.N.{ff}.{one} | transformer_blocks.N.{ff}.{two}"
+        for ours, ff in (("img_mlp", "ff"), ("txt_mlp", "ff_context"))
+        for number, one, two in ((0, "net.0.proj", "linear_in"), (2, "net.2", "linear_out"))
+    },
+    "double_blocks.N.img_mod.lin": "transformer_blocks.N.norm1.linear",
+    "double_blocks.N.txt_mod.lin": "transformer_blocks.N.norm1_context.linear",
+    "single_blocks.N.linear1": "single_transformer_blocks.N.{attn.to_q,attn.to_k,attn.to_v,proj_mlp} | "
+    "single_transformer_blocks.N.attn.to_qkv_mlp_proj",
+    "single_blocks.N.linear2": "single_transformer_blocks.N.proj_out | single_transformer_blocks.N.attn.to_out",
+    "single_blocks.N.modulation.lin": "single_transformer_blocks.N.norm.linear",
+    "double_stream_modulation_img.lin": "double_stream_modulation_img.linear",
+    "double_stream_modulation_txt.lin": "double_stream_modulation_txt.linear",
+    "single_stream_modulation.lin": "single_stream_modulation.linear",
+    "img_in": "x_embedder",
+    "txt_in": "context_embedder",
+    **{
+        f"{kind}_in.{way}_layer": f"time_text_embed.{part}.linear_{number} | time_guidance_embed.{part}.linear_{number}"
+        for kind, part in (("time", "timestep_embedder"), ("guidance", "guidance_embedder"))
+        for way, number in (("in", 1), ("out", 2))
+    },
+    "vector_in.in_layer": "time_text_embed.text_embedder.linear_1",
+    "vector_in.out_layer": "time_text_embed.text_embedder.linear_2",
+    "distilled_guidance_layer.layers.N.in_layer": "distilled_guidance_layer.layers.N.linear_1",
+    "distilled_guidance_layer.layers.N.out_layer": "distilled_guidance_layer.layers.N.linear_2",
+    "final_layer.linear": "proj_out | all_final_layer.2-1.linear",  # of Z-Image, too
+    "final_layer.adaLN_modulation.1": "~norm_out.linear | all_final_layer.2-1.adaLN_modulation.1",  # ~: halves swapped
+    # Stable Diffusion 3; norms of the context are left out: those of the last block have swapped halves
+    **{
+        f"joint_blocks.N.{side}_block.{name}": f"transformer_blocks.N.{theirs}"
+        for side, parts, out, ff in (
+            ("x", "attn.to_{q,k,v}", "attn.to_out.0", "ff"),
+            ("context", "attn.{add_q_proj,add_k_proj,add_v_proj}", "attn.to_add_out", "ff_context"),
+        )
+        for name, theirs in {
+            "attn.qkv": parts, "attn.proj": out, "mlp.fc1": f"{ff}.net.0.proj", "mlp.fc2": f"{ff}.net.2",
         }.items()
     },
-    "final_layer_linear": [("proj_out",)],
+    "joint_blocks.N.x_block.attn2.qkv": "transformer_blocks.N.attn2.to_{q,k,v}",
+    "joint_blocks.N.x_block.attn2.proj": "transformer_blocks.N.attn2.to_out.0",
+    "joint_blocks.N.x_block.adaLN_modulation.1": "transformer_blocks.N.norm1.linear",
+    "x_embedder.proj": "pos_embed.proj",
+    "t_embedder.mlp.0": "time_text_embed.timestep_embedder.linear_1",
+    "t_embedder.mlp.2": "time_text_embed.timestep_embedder.linear_2",
+    "y_embedder.mlp.0": "time_text_embed.text_embedder.linear_1",
+    "y_embedder.mlp.2": "time_text_embed.text_embedder.linear_2",
+    # Z-Image
     **{
-        f"{_WAN}{ours}_attn_{part}": [(rf"blocks_\1_{theirs}_to_{part.replace('o', 'out_0')}",)]
-        for ours, theirs in (("self", "attn1"), ("cross", "attn2"))
-        for part in "qkvo"
+        f"{blocks}.N.attention.{name}": f"{blocks}.N.attention.{theirs}"
+        for blocks in ("layers", "noise_refiner", "context_refiner")
+        for name, theirs in {"qkv": "to_{q,k,v}", "out": "to_out.0"}.items()
     },
-    **{f"{_WAN}cross_attn_{part}_img": [(rf"blocks_\1_attn2_add_{part}_proj",)] for part in "kv"},
-    _WAN + "ffn_0": [(r"blocks_\1_ffn_net_0_proj",)],
-    _WAN + "ffn_2": [(r"blocks_\1_ffn_net_2",)],
+    "x_embedder": "all_x_embedder.2-1",
+    # Wan
     **{
-        f"{kind}_embedding_{place}": [(f"condition_embedder_{kind}_embedder_linear_{number}",)]
-        for kind in ("time", "text")
-        for place, number in ((0, 1), (2, 2))
+        f"{blocks}.N.{name}": f"{blocks}.N.{theirs}"
+        for blocks in ("blocks", "vace_blocks")
+        for name, theirs in {
+            **{f"self_attn.{part}": f"attn1.to_{part}" for part in "qkv"}, "self_attn.o": "attn1.to_out.0",
+            **{f"cross_attn.{part}": f"attn2.to_{part}" for part in "qkv"}, "cross_attn.o": "attn2.to_out.0",
+            **{f"cross_attn.{part}_img": f"attn2.add_{part}_proj" for part in "kv"},
+            "ffn.0": "ffn.net.0.proj", "ffn.2": "ffn.net.2", "before_proj": "proj_in", "after_proj": "proj_out",
+        }.items()
     },
-    "time_projection_1": [("condition_embedder_time_proj",)],
-    "head_head": [("proj_out",)],
+    "time_embedding.0": "condition_embedder.time_embedder.linear_1",
+    "time_embedding.2": "condition_embedder.time_embedder.linear_2",
+    "text_embedding.0": "condition_embedder.text_embedder.linear_1",
+    "text_embedding.2": "condition_embedder.text_embedder.linear_2",
+    "time_projection.1": "condition_embedder.time_proj",
+    "img_emb.proj.1": "condition_embedder.image_embedder.ff.net.0.proj",
+    "img_emb.proj.3": "condition_embedder.image_embedder.ff.net.2",
+    "head.head": "proj_out",
 }  # fmt: skip
+_NUMBER = re.compile(r"_(\d+)_")
+
+
+class Names(NamedTuple):
+    """The modules of diffusers that are one module of the original code."""
+
+    parts: tuple[str, ...]
+    swapped: bool = False  # of one module: the upper and the lower half of the rows
+
+
+def _names(text: str) -> Names:
+    """One alternative of `_TABLE`."""
+    start, brace, rest = text.removeprefix("~").partition("{")
+    inside, _, end = rest.partition("}")
+    parts = [f"{start}{part}{end}" for part in inside.split(",")] if brace else [start]
+    return Names(tuple(part.replace(".", "_") for part in parts), text.startswith("~"))
+
+
+_OF_DIFFUSERS = {
+    name.replace(".", "_"): [_names(text) for text in texts.split(" | ")] for name, texts in _TABLE.items()
+}
 
 
 def flat(path: str, *, of_blocks: bool) -> str:
@@ -106,12 +156,12 @@ def flat(path: str, *, of_blocks: bool) -> str:
     return f"{'down' if side == 'input' else 'up'}_blocks_{block}_{kind}_{layer}_{_NAMES.get(rest, rest)}"
 
 
-def of_diffusers(name: str) -> list[tuple[str, ...]]:
-    """The names that diffusers gives to a module of Flux or Wan: alternatives, each of one module or of its parts.
+def of_diffusers(name: str) -> list[Names]:
+    """The names that diffusers gives to a module of a newer model: alternatives.
 
     Args: name: flat, in the original code. Returns: nothing for another module.
     """
-    for pattern, alternatives in _OF_DIFFUSERS.items():
-        if found := re.fullmatch(pattern, name):
-            return [tuple(found.expand(part) for part in parts) for parts in alternatives]
-    return []
+    if (found := _OF_DIFFUSERS.get(name)) is not None or (number := _NUMBER.search(name)) is None:
+        return found or []
+    known = _OF_DIFFUSERS.get(_NUMBER.sub("_N_", name, count=1), [])
+    return [Names(tuple(part.replace("_N_", number[0]) for part in own.parts), own.swapped) for own in known]

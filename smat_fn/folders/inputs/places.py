@@ -5,29 +5,36 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from . import original_names
+from .original_names import Names
 from .reading import Folder, config_of
 
 _FUSED = ".in_proj_weight"  # of OpenCLIP: queries, keys and values below each other
-Rows: TypeAlias = tuple[int, int]  # the first one and the one after the last
+
+
+class Part(NamedTuple):
+    """Rows of a weight, changed by as many rows of a module's product."""
+
+    start: int
+    stop: int  # the row after the last
+    of_product: int  # its first row of these
+    height: int  # of the whole product
 
 
 class Place(NamedTuple):
-    """A weight of base that a module changes, or rows of it that are changed by rows of the module's product."""
+    """A weight of base that a module changes, or a part of it."""
 
     leaf: str
-    rows: Rows | None = None  # None: the whole weight, by the whole product
-    start: int = 0  # of the product
-    height: int = 0  # of the product
+    part: Part | None = None  # None: the whole weight, by the whole product
 
 
-# by a module's path: what it changes, in one list; several lists where it is unclear which one, none if base lacks it
+# by a module's path: the places that it changes; several lists where it is unclear which, none where base lacks it
 Find: TypeAlias = Callable[[str], list[list[Place]]]
 
 
 def finder(base: Folder, prefix: str) -> Find:
     """A function of a module's path or flat name: what it changes of the leaves of base that begin with a prefix."""
     of_blocks = config_of(base.root / prefix).get("layers_per_block", 2) == 2  # of all models with both kinds of names
-    own_names, other_names = dict[str, list[Place]](), dict[str, list[Place]]()
+    own_names, other_names = dict[str, list[str]](), dict[str, list[list[Place]]]()
     for leaf, own in base.leaves.items():
         path = leaf.removeprefix(prefix)
         end = next((end for end in (".weight", _FUSED) if path.endswith(end)), "")
@@ -35,23 +42,23 @@ def finder(base: Folder, prefix: str) -> Find:
             continue
         name = original_names.flat(path.removesuffix(end), of_blocks=of_blocks)
         if end == _FUSED:
-            known = [tuple(f"{name}_{part}_proj" for part in "qkv")]
+            known = [Names(tuple(f"{name}_{part}_proj" for part in "qkv"))]
         else:
-            own_names.setdefault(name, []).append(Place(leaf))
+            own_names.setdefault(name, []).append(leaf)
             known = original_names.of_diffusers(name)
-        for parts in known:
-            for part, place in zip(parts, _fused(leaf, len(parts), own.shape), strict=True):
-                other_names.setdefault(part, []).append(place)
+        for names in known:
+            for other, places in zip(names.parts, _of_parts(leaf, names, own.shape), strict=True):
+                other_names.setdefault(other, []).append(places)
 
     def find(path: str) -> list[list[Place]]:
         if (exact := f"{prefix}{path}.weight") in base.leaves:
             return [[Place(exact)]]
         name = original_names.flat(path, of_blocks=of_blocks)
-        if found := own_names.get(name) or other_names.get(name):
-            return [[place] for place in found]
-        for parts in original_names.of_diffusers(name):
-            if all(len(own_names.get(part, ())) == 1 for part in parts):
-                return [_split([own_names[part][0].leaf for part in parts], base)]
+        if found := [[Place(leaf)] for leaf in own_names.get(name, ())] or other_names.get(name):
+            return found
+        for names in original_names.of_diffusers(name):
+            if all(len(own_names.get(part, ())) == 1 for part in names.parts):
+                return [_of_whole([own_names[part][0] for part in names.parts], names, base)]
         return []
 
     return find
@@ -62,26 +69,34 @@ def module_of(leaf: str) -> str:
     return leaf.removesuffix(_FUSED).removesuffix(".weight")
 
 
-def overlap(one: Rows | None, two: Rows | None) -> bool:
-    """Whether two places in a weight have a row in common. Args: one, two: as in `Place`."""
-    return one is None or two is None or (one[0] < two[1] and two[0] < one[1])
+def overlap(one: Place, two: Place) -> bool:
+    """Whether two places in one weight have a row in common."""
+    a, b = one.part, two.part
+    return a is None or b is None or (a.start < b.stop and b.start < a.stop)
 
 
-def _fused(leaf: str, parts: int, shape: Sequence[int]) -> list[Place]:
-    """The places of modules that are fused in a weight: all but the last are square, as queries, keys and values."""
-    if parts == 1:
-        return [Place(leaf)]
-    starts = [part * shape[1] for part in range(parts)]
-    return [Place(leaf, rows, 0, rows[1] - rows[0]) for rows in zip(starts, [*starts[1:], shape[0]], strict=True)]
+def _of_parts(leaf: str, names: Names, shape: Sequence[int]) -> list[list[Place]]:
+    """The places of each module of diffusers in a weight: all but the last are square, as queries, keys and values."""
+    if len(names.parts) == 1:
+        return [_halves(leaf, shape[0]) if names.swapped else [Place(leaf)]]
+    starts = [part * shape[1] for part in range(len(names.parts))]
+    ends = zip(starts, [*starts[1:], shape[0]], strict=True)
+    return [[Place(leaf, Part(start, stop, 0, stop - start))] for start, stop in ends]
 
 
-def _split(leaves: Sequence[str], base: Folder) -> list[Place]:
-    """The places of a fused module: weights of base, by rows of its product that follow each other."""
-    if len(leaves) == 1:
-        return [Place(leaves[0])]
+def _of_whole(leaves: Sequence[str], names: Names, base: Folder) -> list[Place]:
+    """The places of a module of the original code in weights of base: its rows follow each other in them."""
     heights = [len(base.leaves[leaf]) for leaf in leaves]
+    if len(leaves) == 1:
+        return _halves(leaves[0], heights[0]) if names.swapped else [Place(leaves[0])]
     starts = itertools.accumulate(heights[:-1], initial=0)
     return [
-        Place(leaf, (0, height), start, sum(heights))
+        Place(leaf, Part(0, height, start, sum(heights)))
         for leaf, height, start in zip(leaves, heights, starts, strict=True)
     ]
+
+
+def _halves(leaf: str, height: int) -> list[Place]:
+    """Both halves of a weight, each changed by the other half of the product."""
+    half = height // 2
+    return [Place(leaf, Part(0, half, half, height)), Place(leaf, Part(half, height, 0, height))]
