@@ -13,8 +13,9 @@ from torch.nn.functional import pad
 
 from .. import __version__, checkpoint, errors
 from ..merge.around.factors import Factors
-from .inputs.adapter_config import CONFIG, WEIGHTS
-from .inputs.adapters import PREFIX, Held, read_adapter, stored_halves, weights_of
+from .inputs.adapters.config import CONFIG, WEIGHTS
+from .inputs.adapters.factors import Held, read_adapter, stored_halves
+from .inputs.adapters.peft import PREFIX, weights_of
 from .inputs.hub import local_folder
 from .inputs.side_files import TOKENIZER, Files, files_of, special_tokens, template_of, unlike_templates
 from .inputs.vocabulary import tokenizer_notes

@@ -15,8 +15,9 @@ from torch.nn.functional import pad
 from .. import __version__, checkpoint, errors, tree
 from ..merge.around.low_rank import low_rank, remainder, square
 from .files import digests
-from .inputs.adapter_config import CONFIG, WEIGHTS
-from .inputs.adapters import PREFIX, stored_halves
+from .inputs.adapters.config import CONFIG, WEIGHTS
+from .inputs.adapters.factors import stored_halves
+from .inputs.adapters.peft import PREFIX
 from .inputs.modules import inside, modules_of, saved, tied
 from .inputs.naming import namings
 from .inputs.opening import open_inputs

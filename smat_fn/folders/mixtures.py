@@ -30,7 +30,7 @@ from ..merge.around.mixture import (
 from ..merge.parts.chunks import CHUNK
 from ..merge.parts.windows import Scratch
 from ..merge.weight_average import WeightAverage
-from .inputs.adapters import is_adapter
+from .inputs.adapters.peft import is_adapter
 from .inputs.opening import open_input
 from .inputs.reading import Folder, Read, load_config, reader_of_tensor, seen
 from .inputs.side_files import CONFIG, TOKENIZER, Files, differences, files_of

@@ -16,7 +16,7 @@ from ..merge.around.pursuit import Sparse, combined, matching_pursuit, nearest
 from ..merge.parts.chunks import CHUNK
 from ..merge.parts.windows import Scratch
 from ..merge.weight_average import WeightAverage
-from .inputs.adapters import is_adapter
+from .inputs.adapters.peft import is_adapter
 from .inputs.hub import local_folder
 from .inputs.reading import Folder, Read, config_of, open_folder, seen
 from .inputs.side_files import Files, beside

@@ -89,7 +89,7 @@ def load_peft(path: str | Path, module: nn.Module | None = None) -> tuple[dict[s
     folder = Path(path)
     if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
         raise ValueError(f"{folder} holds no adapters: {CONFIG} and {WEIGHTS} are needed")
-    from ..folders.inputs.adapter_config import config_problems  # takes long
+    from ..folders.inputs.adapters.config import config_problems  # takes long
 
     config, stored = _read(folder)
     dropout = config.get("lora_dropout") or 0.0

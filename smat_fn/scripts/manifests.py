@@ -7,7 +7,7 @@ from typing import Any, get_type_hints
 from .. import checkpoint, errors, lora
 from ..errors import problems_of
 from ..evaluate.results import Run, check_type
-from ..folders.inputs.adapters import is_adapter
+from ..folders.inputs.adapters.peft import is_adapter
 
 FIELDS = {  # of manifests by kind
     "expert": ("task", "label", "seed", "hyperparameters"),

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from smat_fn import lora, random
 from smat_fn.config import Dare, TaskArithmetic, Ties, WeightAverage
 from smat_fn.folders import extract_lora, merge_adapters, merge_folders, plan
-from smat_fn.folders.inputs import adapter_config
+from smat_fn.folders.inputs.adapters import config as adapter_config
 
 TA = TaskArithmetic(coef=1.0)
 PREFIX = "base_model.model."

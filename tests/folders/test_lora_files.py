@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from smat_fn.config import TaskArithmetic, Ties
 from smat_fn.folders import merge_adapters, merge_folders, open_folder, plan
-from smat_fn.folders.inputs.adapters import open_adapter
-from smat_fn.folders.inputs.original_names import flat as flat_name
+from smat_fn.folders.inputs.adapters.experts import open_adapter
+from smat_fn.folders.inputs.adapters.original_names import flat as flat_name
 
 TA = TaskArithmetic(coef=1.0)
 RANK = 2

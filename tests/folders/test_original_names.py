@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from smat_fn.folders import plan
-from smat_fn.folders.inputs.original_names import Names, of_diffusers
+from smat_fn.folders.inputs.adapters.original_names import Names, of_diffusers
 
 from .test_lora_files import RANK, TA, changed, factors, flat, header, kohya, merged, named, numbers, saved, weights
 

@@ -7,8 +7,8 @@ from torch.nn import functional
 
 from smat_fn.config import TaskArithmetic
 from smat_fn.folders import open_folder, plan
-from smat_fn.folders.inputs import products
-from smat_fn.folders.inputs.adapters import open_adapter
+from smat_fn.folders.inputs.adapters import products
+from smat_fn.folders.inputs.adapters.experts import open_adapter
 
 from .test_lora_files import CONV, UNET, Q, flat, merged, numbers, of_peft, saved, unet, weights
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from smat_fn import random
 from smat_fn.config import Della, TaskArithmetic, Ties, WeightAverage
 from smat_fn.folders import extract_lora, merge_folders, plan
-from smat_fn.folders.inputs.adapters import BESIDE
+from smat_fn.folders.inputs.adapters.peft import BESIDE
 from smat_fn.tree import clone
 
 TA = TaskArithmetic(coef=0.5)

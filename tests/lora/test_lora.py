@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from smat_fn import draw, lora, materialise, optim, random, value_and_grad
 from smat_fn.folders import open_folder
-from smat_fn.folders.inputs.adapters import open_adapter
+from smat_fn.folders.inputs.adapters.experts import open_adapter
 from smat_fn.grad import ModuleLoss
 from smat_fn.lora import dropout
 from smat_fn.mat import smat

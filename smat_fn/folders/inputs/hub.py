@@ -11,8 +11,8 @@ from ...errors import first_line
 from ...merge.parts.inputs import Leaves, fit_problems
 from ...progress import downloading
 from ...tree import unwrapped
-from .adapter_config import CONFIG as ADAPTER
-from .adapters import BESIDE
+from .adapters.config import CONFIG as ADAPTER
+from .adapters.peft import BESIDE
 from .optional_leaves import as_base_spells, may_be_spare, recast
 from .reading import DTYPES, PICKLED, PICKLES, SUFFIXES, config_of, open_folder, refused_by_config
 from .stacks import folders_of

@@ -11,7 +11,8 @@ from torch import Tensor
 from ... import errors
 from ...errors import some_of
 from ...merge.parts.inputs import Leaves, fit_problems
-from .adapters import is_adapter, open_adapter
+from .adapters.experts import open_adapter
+from .adapters.peft import is_adapter
 from .diffusion import other_kind
 from .heads import NOTHING_APART, apart, left_out, unprefixed, ways_out
 from .hub import header_problems, local_folder, unavailable

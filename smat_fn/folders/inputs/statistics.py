@@ -8,7 +8,7 @@ from typing import Any
 from ... import checkpoint, errors
 from ...checkpoint import STATISTICS
 from ...merge.parts.inputs import statistics_problems
-from .adapters import is_adapter
+from .adapters.peft import is_adapter
 from .hub import local_folder
 from .reading import Folder, Store, open_folder
 

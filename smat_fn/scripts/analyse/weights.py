@@ -168,7 +168,7 @@ def diagnose(options: Diagnose) -> "Result":
     import torch
 
     from ... import analyses, lora, tree
-    from ...folders.inputs.adapters import is_adapter
+    from ...folders.inputs.adapters.peft import is_adapter
     from ..train.noise_level import perturbed
     from .runs import facts, load_runs, result_of
 

@@ -10,7 +10,7 @@ from ... import checkpoint, errors
 from ...checkpoint import MOVING
 from ...errors import problems_of
 from ...evaluate.results import model_of, run_of
-from ...folders.inputs.adapters import is_adapter
+from ...folders.inputs.adapters.peft import is_adapter
 from ...folders.inputs.opening import local_folder
 from ...folders.inputs.reading import open_folder
 from ...suites import Suite, load_suite

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ... import checkpoint, errors, lora, tree
-from ...folders.inputs.adapters import is_adapter
+from ...folders.inputs.adapters.peft import is_adapter
 from ...folders.inputs.opening import read_inputs
 from ...folders.multi_task import is_several, task_params
 from ...suites import Suite

@@ -25,7 +25,7 @@ from ...folders import (
 )
 from ...folders.files import Hashing, shared, size_text
 from ...folders.inputs import hub
-from ...folders.inputs.adapters import is_adapter
+from ...folders.inputs.adapters.peft import is_adapter
 from ...folders.inputs.opening import open_input
 from ...folders.inputs.side_files import template_text
 from ...folders.inputs.stacks import stack_parts

@@ -8,7 +8,7 @@ from typing import Any
 
 from .... import checkpoint, errors
 from ....config import MergerConfig
-from ....folders.inputs.adapters import is_adapter
+from ....folders.inputs.adapters.peft import is_adapter
 from ....folders.inputs.hub import repository_of
 from ....folders.inputs.stacks import folders_of, stack_parts
 from ....merge.parts.per_expert import Weighted

@@ -13,7 +13,7 @@ from .... import checkpoint, errors, lora, random, tree
 from ....config import MergerConfig
 from ....errors import problems_of
 from ....folders import read_inputs
-from ....folders.inputs.adapters import is_adapter
+from ....folders.inputs.adapters.peft import is_adapter
 from ....folders.inputs.statistics import of_other_labels, stale, without
 from ....merge.parts.inputs import Leaves, flat_statistics
 from ...manifests import check_weights, manifest_of, with_tasks_of

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .... import checkpoint, lora
 from ....folders import open_folder, place_of
-from ....folders.inputs.adapters import is_adapter
+from ....folders.inputs.adapters.peft import is_adapter
 from ....folders.inputs.reading import Folder
 from ....lora.adapters import A, B, layer_of
 from ...manifests import manifest_of

@@ -9,7 +9,7 @@ from typing import Any
 
 from .... import __version__, checkpoint
 from ....folders.files import Hashing, digests
-from ....folders.inputs.adapter_config import CONFIG
+from ....folders.inputs.adapters.config import CONFIG
 from ... import outcome
 from ...manifests import flat
 from ...recipes.places import named, sources, sources_text

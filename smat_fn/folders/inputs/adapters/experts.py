@@ -1,76 +1,27 @@
-"""Adapters: as experts, base + s B A (LoHa, LoKr: `products`) formed a few rows at a time; LoRA's factors alone."""
+"""Adapters as experts: the weights that they make of a base, formed some rows at a time."""
 
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from ... import checkpoint, errors, tree
-from ...execution import unrounded
-from ...merge.around.factors import Factors
+from .... import checkpoint, errors, tree
+from ..naming import namings
+from ..reading import Folder, Pickled, Store, Stored, config_of
+from ..vocabulary import HEAD, by_token
 from . import products
-from .adapter_config import (
-    CONFIG,
-    MERGED,
-    PICKLED,
-    WEIGHTS,
-    as_lora,
-    config_problems,
-    is_other_kind,
-    no_scales,
-    scale_of,
-)
-from .lora_files import DORA, MAGNITUDE, Opened, file_of, open_foreign
-from .naming import namings
-from .reading import Folder, Pickled, Read, Store, Stored, config_of, foreign
-from .vocabulary import HEAD, by_token
+from .changes import Change, Magnitude, changed
+from .config import CONFIG, MERGED, WEIGHTS
+from .other_tools import DORA, MAGNITUDE, Opened, file_of, open_foreign
+from .peft import PARTS, PREFIX, opened_folder, weights_of
 
-BESIDE = "non_lora_trainables.bin", "trainable_params.bin"  # of LLaVA (its projector), of LongLoRA
-PREFIX = "base_model.model."
-BLOCK = 1 << 15  # coordinates of one matrix product: its shape decides the last bit, so it is not an option
-_PARTS = {
-    ".lora_A.weight": ("A", False),
-    ".lora_B.weight": ("B", False),
-    ".lora_embedding_A": ("A", True),
-    ".lora_embedding_B": ("B", True),
-}
-_OF_WHOLE = {**_PARTS, **{ending: (part, False) for ending, part in products.ENDS.items()}}
+_OF_WHOLE = {**PARTS, **{ending: (part, False) for ending, part in products.ENDS.items()}}
 _HEAD = "if it is a head, pass `heads='keep'`, else "
-
-
-class _Magnitude(NamedTuple):
-    """DoRA: the norms that rows of the changed weight get, or columns, which in a convolution are input channels."""
-
-    name: str  # in the file
-    of_columns: bool = False
-    eps: float = 0.0  # added to the norms that the changed weight has, by which it is divided
-
-
-class _Change(NamedTuple):
-    """ΔW = scale · the product of tensors, or its transpose."""
-
-    parts: Mapping[str, str]  # by what they are -> names in the file
-    transposed: bool
-    scale: float
-    magnitude: _Magnitude | None = None
-
-
-def is_adapter(path: Path) -> bool:
-    """Does a folder hold an adapter and no whole model, or is a file one of another tool?"""
-    own = any((path / file).exists() for file in (CONFIG, WEIGHTS, PICKLED))
-    whole = any((path / file).exists() for file in (checkpoint.WEIGHTS, checkpoint.INDEX))
-    return (own and not whole) or file_of(path) is not None
-
-
-def weights_of(path: Path) -> Path:
-    """The file of an adapter's weights."""
-    return path / (PICKLED if (path / PICKLED).exists() and not (path / WEIGHTS).exists() else WEIGHTS)
 
 
 def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -> Folder:
@@ -85,7 +36,7 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
     Raises: ValueError that lists what is broken, unknown, of another kind, or fits no leaf of base.
     """
     file = file_of(path)
-    opened = _opened(label, path, whole=True) if file is None else open_foreign(label, file, base)
+    opened = opened_folder(label, path, whole=True) if file is None else open_foreign(label, file, base)
     config, store, scale, problems, files, note = opened
     held, strange = _held(label, store)
     problems += strange
@@ -127,7 +78,7 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
             leaf, change = _change_of(label, path, module, embedding, names, shapes, opened, known, transposed)
             origin, read = leaves[leaf], reads[leaf]
             leaves[leaf] = origin.to(tree.compute_dtype(origin))
-            reads[leaf] = _changed(store, change, read, leaves[leaf])
+            reads[leaf] = changed(store, change, read, leaves[leaf])
             touched.add(leaf)
     errors.raise_problems(problems)
     tied = "" if file is not None else _tied_note(label, touched, base, head)  # mlx-lm adapts the head too
@@ -246,106 +197,6 @@ def _ties(base: Folder) -> bool:
     return config.get("tie_word_embeddings", by_kind) is True
 
 
-class Held(NamedTuple):
-    """An adapter's factors of every module, and what its configuration says of all of them."""
-
-    factors: dict[str, Factors]  # by module, without peft's prefix
-    embeddings: frozenset[str]  # modules that are embeddings
-    parameters: frozenset[str]  # modules whose matrix is ``in_proj_weight``
-    under: dict[str, Tensor]  # by name in the file: weights below factors, which peft stores of embeddings and heads
-    config: dict[str, Any]
-
-
-def read_adapter(label: str, path: Path) -> Held:
-    """The factors of a LoRA adapter, without its base: mapped.
-
-    Raises: ValueError that lists what is broken, unknown, or more than A and B of matrices.
-    """
-    if (file := file_of(path)) is not None:
-        raise ValueError(
-            f"{label}: {file} is an adapter of another tool than PEFT: merge whole models instead, merge.py MERGER "
-            "--base BASE --experts ADAPTERS"
-        )
-    config, store, scale, problems, *_ = _opened(label, path)
-    halves: dict[tuple[str, bool], dict[str, str]] = {}
-    others: dict[str, list[str]] = {}
-    for name in store.names:
-        if ending := next((ending for ending in _PARTS if name.endswith(ending)), None):
-            part, embedding = _PARTS[ending]
-            module = tree.unwrapped(name.removesuffix(ending).removeprefix(PREFIX))
-            halves.setdefault((module, embedding), {})[part] = name
-        else:
-            kind = re.search(r"\.(lora|token_adapter|modules_to_save).*", name)
-            others.setdefault(kind[0] if kind else name.rpartition(".")[2], []).append(name)
-    whole = not config.get("ensure_weight_tying")  # a tied head is merged with its embeddings, in whole models
-    below = {f"{PREFIX}{module}.base_layer.weight" for module, embedding in halves if embedding or whole}
-    under = {name: store.get_tensor(name) for name in others.get("weight", ()) if name in below}
-    others["weight"] = [name for name in others.get("weight", ()) if name not in below]
-    problems += [
-        f"{label}: {weights_of(path).name} holds {name!r}{f' and {len(more)} more of its kind' if more else ''}, which "
-        "is not a factor of a matrix: merge whole models instead, merge.py MERGER --base BASE --experts ADAPTERS"
-        for name, *more in filter(None, others.values())
-    ]
-    if not halves and not problems:
-        problems.append(f"{label}: {weights_of(path)} holds no factors: is it an adapter?")
-    found = dict[str, Factors]()
-    for (module, _), names in halves.items():
-        if len(names) < 2:
-            problems.append(f"{label}: {next(iter(names.values()))!r} has no other factor in {WEIGHTS}: save it again")
-            continue
-        a, b = store.get_tensor(names["A"]), store.get_tensor(names["B"])
-        if not (a.is_floating_point() and b.is_floating_point() and a.ndim == b.ndim == 2 and len(a) == b.shape[1]):
-            shapes = f"A {tuple(a.shape)} and B {tuple(b.shape)}"
-            problems.append(
-                f"{label}: {shapes} of {module!r} are not factors of a matrix, convolutions are not read here: {MERGED}"
-            )
-        elif scale is not None:
-            with errors.collected(problems):
-                found[module] = Factors(a, b, scale(module, len(a)))
-    errors.raise_problems(problems)
-    parameters = (str(name).removesuffix(".in_proj_weight") for name in config.get("target_parameters") or ())
-    embeddings = frozenset(module for module, embedding in halves if embedding)
-    return Held(found, embeddings, frozenset(parameters), under, config)
-
-
-def _opened(label: str, path: Path, *, whole: bool = False) -> Opened:
-    """An adapter of peft, with its problems. Raises: ValueError where there is nothing else to say."""
-    if not path.is_dir():
-        raise ValueError(
-            f"{label}: {path} is not a folder: give the folder of a LoRA adapter, or a hub name owner/name"
-        )
-    if not (path / CONFIG).is_file():
-        raise ValueError(f"{label}: {path} holds no {CONFIG}: give the folder of a LoRA adapter, or download it again")
-    try:
-        config = checkpoint.read_json(path / CONFIG)
-        file = weights_of(path)
-        store = None if not file.exists() else Pickled(file) if file.name == PICKLED else Store(file)
-        if not isinstance(config, dict):
-            raise ValueError(f"{CONFIG} holds a {type(config).__name__}, must be a JSON object")
-        config = as_lora(config) if whole else config
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"{label}: {path} is not a readable adapter ({error}): copy or download it again") from error
-    if store is None:
-        raise ValueError(f"{label}: {path} {foreign(path)}")
-    problems = list(config_problems(label, config, whole=whole))
-    problems += [
-        f"{label}: {path / name} holds weights that were trained beside the adapter, which are not read here: write "
-        "the whole model by the program that trained it, and give that"
-        for name in BESIDE
-        if (path / name).exists()
-    ]
-    if is_other_kind(config):  # its leaves are another kind's too
-        raise ValueError(problems[0])
-    scale = None if no_scales(config) else partial(scale_of, label, config)
-    return Opened(config, store, scale, problems, {file: store, path / CONFIG: None})
-
-
-def stored_halves(module: str, a: Tensor, b: Tensor, *, embedding: bool) -> dict[str, Tensor]:
-    """A and B of a module under the names that peft stores them as, without `PREFIX`."""
-    names = (ending for ending, (_, of_embedding) in _PARTS.items() if of_embedding == embedding)
-    return {module + ending: half for ending, half in zip(names, (a, b), strict=True)}
-
-
 def _change_of(
     label: str,
     path: Path,
@@ -356,7 +207,7 @@ def _change_of(
     opened: Opened,
     base: Folder,
     transposed: Callable[[str], bool],
-) -> tuple[str, _Change]:
+) -> tuple[str, Change]:
     leaf = _leaf(f"{module}.weight", base) or _leaf(f"{module}.in_proj_weight", base)
     if not products.is_complete(names):
         raise ValueError(f"{label}: {next(iter(names.values()))!r} has no other factor in {WEIGHTS}: save it again")
@@ -383,7 +234,7 @@ def _change_of(
     swapped = fits[0] if len(fits) == 1 else embedding or transposed(leaf)
     magnitude = _magnitude_of_lycoris(label, module, shapes, leaf, wanted)
     if magnitude is None and opened.config.get("use_dora") is True:
-        magnitude = _Magnitude(f"{module}{MAGNITUDE}")
+        magnitude = Magnitude(f"{module}{MAGNITUDE}")
     if magnitude is not None and (embedding or swapped or (len(wanted) > 2 and not magnitude.eps)):
         raise ValueError(f"{label}: DoRA of {module!r}, which is not a linear layer, is not read here: {MERGED}")
     if magnitude is not None and not magnitude.eps and shapes.get(magnitude.name) != wanted[:1]:
@@ -391,12 +242,12 @@ def _change_of(
             f"{label}: its {CONFIG} sets use_dora to True, but {weights_of(path).name} has "
             f"{shapes.get(magnitude.name, 'nothing')} as {magnitude.name!r} instead of {wanted[:1]}: save it again"
         )
-    return leaf, _Change(names, swapped, scale, magnitude)
+    return leaf, Change(names, swapped, scale, magnitude)
 
 
 def _magnitude_of_lycoris(
     label: str, module: str, shapes: Mapping[str, tuple[int, ...]], leaf: str, wanted: tuple[int, ...]
-) -> _Magnitude | None:
+) -> Magnitude | None:
     """The norms of a module's ``dora_scale``, None without. Raises: ValueError for those of another shape."""
     name = f"{module}{DORA}"
     if (own := shapes.get(name)) is None:
@@ -406,7 +257,7 @@ def _magnitude_of_lycoris(
             f"{label}: {name!r} of shape {own} has no number for each row or column of {leaf!r} {wanted}: was it "
             "trained from another base?"
         )
-    return _Magnitude(name, own[:2] != (wanted[0], 1), torch.finfo(torch.float32).eps)
+    return Magnitude(name, own[:2] != (wanted[0], 1), torch.finfo(torch.float32).eps)
 
 
 def _change_of_product(
@@ -417,7 +268,7 @@ def _change_of_product(
     opened: Opened,
     leaf: str,
     wanted: tuple[int, ...],
-) -> _Change:
+) -> Change:
     own = {part: shapes[name] for part, name in names.items()}
     if products.matrix(own) != (wanted[0], math.prod(wanted[1:])):
         raise ValueError(
@@ -428,7 +279,7 @@ def _change_of_product(
         raise ValueError(f"{label}: DoRA of {module!r}, whose change is not a product B A, is not read here: {MERGED}")
     assert opened.scale is not None, "without scales no pairs are left"
     magnitude = _magnitude_of_lycoris(label, module, shapes, leaf, wanted)
-    return _Change(names, False, opened.scale(module.removeprefix(PREFIX), products.rank(own)), magnitude)
+    return Change(names, False, opened.scale(module.removeprefix(PREFIX), products.rank(own)), magnitude)
 
 
 def _layout(
@@ -518,56 +369,3 @@ def _leaf(name: str, base: Folder) -> str | None:
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     """A shape without its last sizes of 1: as a matrix, the kernel of a 1 x 1 convolution has the same factors."""
     return _without_ones(shape[:-1]) if shape[-1:] == (1,) else shape
-
-
-def _changed(store: Any, change: _Change, origin: Read, leaf: Tensor) -> Read:
-    columns = math.prod(leaf.shape[1:])
-    height = max(1, BLOCK // columns)
-
-    def blocks(start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Of the change, the first row and the values of whole blocks, always the same ones: of another shape the last
-        bits of a product differ."""
-        parts = {part: store.get_tensor(name) for part, name in change.parts.items()}
-        device = next(iter(parts.values())).device
-        with unrounded(device):
-            rows = products.rows_of(parts, transposed=change.transposed)
-        for first in range(start // columns // height * height, -(-stop // columns), height):
-            with unrounded(device):
-                yield first, rows(first, first + height).mul_(change.scale)
-
-    def whole(first: int, block: Tensor) -> Tensor:
-        """Rows of base, changed by a block."""
-        begin = first * columns
-        return (origin(begin, begin + block.numel()).to(leaf.dtype) + block.view(-1)).view(-1, columns)
-
-    @cache
-    def of_columns() -> Tensor:
-        """The norm of each column of the changed weight, in a convolution of all of each input channel: (columns,)."""
-        channels = leaf.shape[1]
-        total = torch.zeros(channels, dtype=torch.float64)
-        for first, block in blocks(0, leaf.numel()):
-            total += whole(first, block).double().square_().sum(0).view(channels, -1).sum(1).to(total.device)
-        return total.sqrt_().to(leaf.dtype).repeat_interleave(columns // channels)
-
-    def normed(first: int, block: Tensor, magnitude: _Magnitude) -> Tensor:
-        """Rows of the changed weight with the norms of its magnitude."""
-        made, size = whole(first, block), store.get_tensor(magnitude.name).float()
-        if magnitude.of_columns:
-            norms, size = of_columns().to(made.device), size.view(-1).repeat_interleave(columns // size.numel())
-        else:
-            norms, size = torch.linalg.vector_norm(made, dim=1, keepdim=True), size.view(-1, 1)[first : first + height]
-        return made.mul_(size / (norms + magnitude.eps))
-
-    def read(start: int, stop: int) -> Tensor:
-        out = origin(start, stop).to(leaf.dtype, copy=True)
-        for first, block in blocks(start, stop):
-            begin = first * columns
-            low, high = max(start, begin), min(stop, begin + block.numel())
-            if change.magnitude is None:
-                out[low - start : high - start] += block.view(-1)[low - begin : high - begin]
-            else:
-                made = normed(first, block, change.magnitude)
-                out[low - start : high - start] = made.view(-1)[low - begin : high - begin]
-        return out
-
-    return read

@@ -13,13 +13,13 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ... import checkpoint, errors
-from ...errors import and_more, some_of
+from .... import checkpoint, errors
+from ....errors import and_more, some_of
+from ..reading import DIFFUSION, DIFFUSION_INDEX, FACTOR, PIPELINE, SUFFIXES, Folder, Store, config_of, is_single
+from ..vocabulary import HEAD, by_token
 from . import products
-from .adapter_config import CONFIG, PICKLED, WEIGHTS, config_problems, no_scales, scale_of
+from .config import CONFIG, PICKLED, WEIGHTS, config_problems, no_scales, scale_of
 from .places import Find, Part, Place, finder, module_of, overlap
-from .reading import DIFFUSION, DIFFUSION_INDEX, FACTOR, PIPELINE, SUFFIXES, Folder, Store, config_of, is_single
-from .vocabulary import HEAD, by_token
 
 DIFFUSERS, MLX = "pytorch_lora_weights.safetensors", "adapters.safetensors"
 _METADATA = "lora_adapter_metadata"  # of diffusers: settings of peft in the header, by component

@@ -4,9 +4,9 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
+from ..reading import Folder, config_of
 from . import original_names
 from .original_names import Names
-from .reading import Folder, config_of
 
 _FUSED = ".in_proj_weight"  # of OpenCLIP: queries, keys and values below each other
 

@@ -1,0 +1,81 @@
+"""The factors of LoRA adapters without their base."""
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .... import errors, tree
+from ....merge.around.factors import Factors
+from .config import MERGED, WEIGHTS
+from .other_tools import file_of
+from .peft import PARTS, PREFIX, opened_folder, weights_of
+
+
+class Held(NamedTuple):
+    """An adapter's factors of every module, and what its configuration says of all of them."""
+
+    factors: dict[str, Factors]  # by module, without peft's prefix
+    embeddings: frozenset[str]  # modules that are embeddings
+    parameters: frozenset[str]  # modules whose matrix is ``in_proj_weight``
+    under: dict[str, Tensor]  # by name in the file: weights below factors, which peft stores of embeddings and heads
+    config: dict[str, Any]
+
+
+def read_adapter(label: str, path: Path) -> Held:
+    """The factors of a LoRA adapter, without its base: mapped.
+
+    Raises: ValueError that lists what is broken, unknown, or more than A and B of matrices.
+    """
+    if (file := file_of(path)) is not None:
+        raise ValueError(
+            f"{label}: {file} is an adapter of another tool than PEFT: merge whole models instead, merge.py MERGER "
+            "--base BASE --experts ADAPTERS"
+        )
+    config, store, scale, problems, *_ = opened_folder(label, path)
+    halves: dict[tuple[str, bool], dict[str, str]] = {}
+    others: dict[str, list[str]] = {}
+    for name in store.names:
+        if ending := next((ending for ending in PARTS if name.endswith(ending)), None):
+            part, embedding = PARTS[ending]
+            module = tree.unwrapped(name.removesuffix(ending).removeprefix(PREFIX))
+            halves.setdefault((module, embedding), {})[part] = name
+        else:
+            kind = re.search(r"\.(lora|token_adapter|modules_to_save).*", name)
+            others.setdefault(kind[0] if kind else name.rpartition(".")[2], []).append(name)
+    whole = not config.get("ensure_weight_tying")  # a tied head is merged with its embeddings, in whole models
+    below = {f"{PREFIX}{module}.base_layer.weight" for module, embedding in halves if embedding or whole}
+    under = {name: store.get_tensor(name) for name in others.get("weight", ()) if name in below}
+    others["weight"] = [name for name in others.get("weight", ()) if name not in below]
+    problems += [
+        f"{label}: {weights_of(path).name} holds {name!r}{f' and {len(more)} more of its kind' if more else ''}, which "
+        "is not a factor of a matrix: merge whole models instead, merge.py MERGER --base BASE --experts ADAPTERS"
+        for name, *more in filter(None, others.values())
+    ]
+    if not halves and not problems:
+        problems.append(f"{label}: {weights_of(path)} holds no factors: is it an adapter?")
+    found = dict[str, Factors]()
+    for (module, _), names in halves.items():
+        if len(names) < 2:
+            problems.append(f"{label}: {next(iter(names.values()))!r} has no other factor in {WEIGHTS}: save it again")
+            continue
+        a, b = store.get_tensor(names["A"]), store.get_tensor(names["B"])
+        if not (a.is_floating_point() and b.is_floating_point() and a.ndim == b.ndim == 2 and len(a) == b.shape[1]):
+            shapes = f"A {tuple(a.shape)} and B {tuple(b.shape)}"
+            problems.append(
+                f"{label}: {shapes} of {module!r} are not factors of a matrix, convolutions are not read here: {MERGED}"
+            )
+        elif scale is not None:
+            with errors.collected(problems):
+                found[module] = Factors(a, b, scale(module, len(a)))
+    errors.raise_problems(problems)
+    parameters = (str(name).removesuffix(".in_proj_weight") for name in config.get("target_parameters") or ())
+    embeddings = frozenset(module for module, embedding in halves if embedding)
+    return Held(found, embeddings, frozenset(parameters), under, config)
+
+
+def stored_halves(module: str, a: Tensor, b: Tensor, *, embedding: bool) -> dict[str, Tensor]:
+    """A and B of a module under the names that peft stores them as, without `PREFIX`."""
+    names = (ending for ending, (_, of_embedding) in PARTS.items() if of_embedding == embedding)
+    return {module + ending: half for ending, half in zip(names, (a, b), strict=True)}

@@ -1,0 +1,64 @@
+"""Adapters of PEFT in folders: which folder is one, and its tensors."""
+
+from functools import partial
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from .... import checkpoint
+from ..reading import Pickled, Store, foreign
+from .config import CONFIG, PICKLED, WEIGHTS, as_lora, config_problems, is_other_kind, no_scales, scale_of
+from .other_tools import Opened, file_of
+
+BESIDE = "non_lora_trainables.bin", "trainable_params.bin"  # of LLaVA (its projector), of LongLoRA
+PREFIX = "base_model.model."
+PARTS = {
+    ".lora_A.weight": ("A", False),
+    ".lora_B.weight": ("B", False),
+    ".lora_embedding_A": ("A", True),
+    ".lora_embedding_B": ("B", True),
+}
+
+
+def is_adapter(path: Path) -> bool:
+    """Does a folder hold an adapter and no whole model, or is a file one of another tool?"""
+    own = any((path / file).exists() for file in (CONFIG, WEIGHTS, PICKLED))
+    whole = any((path / file).exists() for file in (checkpoint.WEIGHTS, checkpoint.INDEX))
+    return (own and not whole) or file_of(path) is not None
+
+
+def weights_of(path: Path) -> Path:
+    """The file of an adapter's weights."""
+    return path / (PICKLED if (path / PICKLED).exists() and not (path / WEIGHTS).exists() else WEIGHTS)
+
+
+def opened_folder(label: str, path: Path, *, whole: bool = False) -> Opened:
+    """An adapter of peft, with its problems. Raises: ValueError where there is nothing else to say."""
+    if not path.is_dir():
+        raise ValueError(
+            f"{label}: {path} is not a folder: give the folder of a LoRA adapter, or a hub name owner/name"
+        )
+    if not (path / CONFIG).is_file():
+        raise ValueError(f"{label}: {path} holds no {CONFIG}: give the folder of a LoRA adapter, or download it again")
+    try:
+        config = checkpoint.read_json(path / CONFIG)
+        file = weights_of(path)
+        store = None if not file.exists() else Pickled(file) if file.name == PICKLED else Store(file)
+        if not isinstance(config, dict):
+            raise ValueError(f"{CONFIG} holds a {type(config).__name__}, must be a JSON object")
+        config = as_lora(config) if whole else config
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(f"{label}: {path} is not a readable adapter ({error}): copy or download it again") from error
+    if store is None:
+        raise ValueError(f"{label}: {path} {foreign(path)}")
+    problems = list(config_problems(label, config, whole=whole))
+    problems += [
+        f"{label}: {path / name} holds weights that were trained beside the adapter, which are not read here: write "
+        "the whole model by the program that trained it, and give that"
+        for name in BESIDE
+        if (path / name).exists()
+    ]
+    if is_other_kind(config):  # its leaves are another kind's too
+        raise ValueError(problems[0])
+    scale = None if no_scales(config) else partial(scale_of, label, config)
+    return Opened(config, store, scale, problems, {file: store, path / CONFIG: None})
