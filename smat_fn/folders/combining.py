@@ -1,4 +1,4 @@
-"""LoRA adapters of one base merged into one adapter: folders that PEFT wrote in, one that it loads out."""
+"""LoRA adapters of one base merged into one: folders of PEFT into a folder that it loads, files into such a file."""
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,9 +12,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import __version__, checkpoint, errors
+from ..errors import some_of
 from ..merge.around.factors import Factors
 from .inputs.adapters.config import CONFIG, WEIGHTS
 from .inputs.adapters.factors import Held, read_adapter, stored_halves
+from .inputs.adapters.file_factors import WHOLE, WIDER, LoraFile, file_problems, merged_file, read_file
+from .inputs.adapters.other_tools import DIFFUSERS, file_of
 from .inputs.adapters.peft import PREFIX, weights_of
 from .inputs.hub import local_folder
 from .inputs.side_files import TOKENIZER, Files, files_of, special_tokens, template_of, unlike_templates
@@ -49,10 +52,11 @@ def merge_adapters(
 
     ``lora_alpha`` is the rank, and ``use_rslora`` off, so that ΔW = BA. All modules have the largest rank: lower ones
     are padded with zeros, since llama.cpp reads no patterns. Tensors have the widest dtype of the adapters'. Tokenizer
-    and chat template are those of the first adapter that holds any.
+    and chat template are those of the first adapter that holds any. Files of diffusers and kohya's scripts become
+    ``pytorch_lora_weights.safetensors`` with their names, whose modules keep ranks of their own.
 
     Args:
-        adapters: folders or hub names by name.
+        adapters: folders or hub names by name; or LoRA files of one tool, or their folders.
         out: folder to write.
         combine: factors by module, from those by expert and by module: `merge.combine` module by module, `knots`.
         base: name of their base; default: the one that all of them name.
@@ -61,43 +65,63 @@ def merge_adapters(
 
     Raises:
         ValueError: lists every problem of the adapters together, before any work: what is broken, of another kind than
-            plain LoRA (DoRA, biases, whole modules), of different bases; or as ``combine`` does.
+            plain LoRA (DoRA, biases, whole modules), of different bases or tools; or as ``combine`` does.
     """
-    places, held = _read(adapters, out, base, overwrite)
-    merged = combine({name: found.factors for name, found in held.items()})
+    places, held, files = _read(adapters, out, base, overwrite)
+    found = {name: own.factors for name, own in (files or held).items()}
+    merged = combine(found)
     merged = {m: Factors(f.a, f.b if f.scale == 1 else f.b * f.scale) for m, f in merged.items()}  # stored as BA
     broken = [m for m, (a, b, _) in merged.items() if not bool(a.isfinite().all() and b.isfinite().all())]
     if broken:
         raise ValueError(f"the merged factors of {', '.join(broken[:3])} are NaN or infinite: nothing is written")
     rank = max(factors.rank for factors in merged.values())
-    stored = _stored(merged, held, rank)
-    out = checkpoint.follow(out)
-    with exclusive(out):
-        checkpoint.sweep(out)  # what a killed call has left
-        with checkpoint.atomic_folder(out, overwrite=overwrite) as folder:
-            save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
-            config = json.dumps(_config(held, merged, base, rank), indent=2) + "\n"
-            (folder / CONFIG).write_text(config, encoding="utf-8")
-            files, notes = tokenizer_of(places)
-            made = fill(folder, files, [])
-            plain = json.dumps({"adapter": "merged", "versions": {"smat_fn": __version__}}, indent=2) + "\n"
-            given = texts([folder / CONFIG, folder / WEIGHTS, *made], files_read(places)) if texts else {}
-            for file, text in {checkpoint.MANIFEST: plain, **given}.items():
-                (folder / file).write_text(text, encoding="utf-8")
+    stored, header = merged_file(merged, files.values()) if files else (_stored(merged, held, rank), {"format": "pt"})
+    config = {} if files else {CONFIG: json.dumps(_config(held, merged, base, rank), indent=2) + "\n"}
+    made = {DIFFUSERS if files else WEIGHTS: (stored, header)}
+    notes = _write(checkpoint.follow(out), made, config, places, overwrite=overwrite, texts=texts)
     return Combined(
         tuple(merged),
         rank,
-        tuple(module for module in merged if any(module not in found.factors for found in held.values())),
+        tuple(module for module in merged if any(module not in own for own in found.values())),
         sum(tensor.nbytes for tensor in stored.values()),
         notes,
     )
 
 
+def _write(
+    out: Path,
+    weights: Mapping[str, tuple[Mapping[str, Tensor], Mapping[str, str]]],
+    config: Mapping[str, str],
+    places: Mapping[str, Path],
+    *,
+    overwrite: bool,
+    texts: Texts | None,
+) -> tuple[str, ...]:
+    """The folder of a merged adapter; notes on tokenizers. Args: weights, config: by the file's name."""
+    with exclusive(out):
+        checkpoint.sweep(out)  # what a killed call has left
+        with checkpoint.atomic_folder(out, overwrite=overwrite) as folder:
+            for file, (stored, header) in weights.items():
+                save_file(dict(stored), folder / file, metadata=dict(header))
+            for file, text in config.items():
+                (folder / file).write_text(text, encoding="utf-8")
+            tokenizer, notes = tokenizer_of(places) if config else ({}, ())
+            written = [folder / file for file in (*config, *weights)] + fill(folder, tokenizer, [])
+            plain = json.dumps({"adapter": "merged", "versions": {"smat_fn": __version__}}, indent=2) + "\n"
+            given = texts(written, files_read(places)) if texts else {}
+            for file, text in {checkpoint.MANIFEST: plain, **given}.items():
+                (folder / file).write_text(text, encoding="utf-8")
+    return notes
+
+
 def files_read(places: Mapping[str, Path]) -> dict[str, list[Path]]:
-    """The files of adapters that are merged, by label. Args: places: their folders by name."""
+    """The files of adapters that are merged, by label. Args: places: their folders or files by name."""
+    found = {f"adapter {name!r}": place for name, place in places.items()}
     return {
-        f"adapter {name!r}": [place / CONFIG, weights_of(place), *files_of(place, TOKENIZER).values()]
-        for name, place in places.items()
+        label: [file]
+        if (file := file_of(place))
+        else [place / CONFIG, weights_of(place), *files_of(place, TOKENIZER).values()]
+        for label, place in found.items()
     }
 
 
@@ -136,28 +160,35 @@ def _stored(merged: Mapping[str, Factors], held: Mapping[str, Held], rank: int) 
     }
     wide = [path for path, half in stored.items() if not bool(half.isfinite().all())]
     if wide:
-        raise ValueError(
-            f"{wide[0]!r} exceeds the range of {kind}, the widest dtype of the adapters: give smaller weights, or save "
-            "an adapter in float32"
-        )
+        raise ValueError(f"{wide[0]!r} exceeds the range of {kind}, {WIDER}")
     return stored | {path: leaf.clone() for found in held.values() for path, leaf in found.under.items()}
 
 
 def _read(
     adapters: Mapping[str, Path], out: Path, base: str | None, overwrite: bool
-) -> tuple[dict[str, Path], dict[str, Held]]:
-    """Folders and contents of adapters. Raises: ValueError that lists all problems."""
+) -> tuple[dict[str, Path], dict[str, Held], dict[str, LoraFile]]:
+    """Places and contents of adapters, folders of PEFT or files of other tools. Raises: ValueError for all problems."""
     problems = [] if adapters else ["no adapters: give at least one"]
     problems += place_problems(out, adapters.values(), overwrite=overwrite)
-    held: dict[str, Held] = {}
-    places: dict[str, Path] = {}
+    held, files, places = dict[str, Held](), dict[str, LoraFile](), dict[str, Path]()
     for name, path in adapters.items():
+        label = f"adapter {name!r}"
         with errors.collected(problems):
-            places[name] = local_folder(f"adapter {name!r}", Path(path))
-            held[name] = read_adapter(f"adapter {name!r}", places[name])
+            places[name] = local_folder(label, Path(path))
+            if file := file_of(places[name]):
+                files[name] = read_file(label, file)
+            else:
+                held[name] = read_adapter(label, places[name])
+    if held and files:
+        problems.append(f"{some_of(held)} are folders of PEFT, {some_of(files)} files of other tools: {WHOLE}")
+    if base is not None and files and not held:
+        problems.append(f"base is {base!r}, but LoRA files name none, and it is not read: leave it out")
     problems += _problems(held, base)
+    problems += file_problems({f"adapter {name!r}": found for name, found in files.items()})
+    problems += _factor_problems({name: own.factors for name, own in held.items()}, held)
+    problems += _factor_problems({name: own.factors for name, own in files.items()}, held)
     errors.raise_problems(problems)
-    return places, held
+    return places, held, files
 
 
 def _problems(held: Mapping[str, Held], base: str | None) -> list[str]:
@@ -167,12 +198,6 @@ def _problems(held: Mapping[str, Held], base: str | None) -> list[str]:
     if base is None and len(set(bases.values())) > 1:
         named = ", ".join(f"{name} {place!r}" for name, place in bases.items())
         problems.append(f"adapters name different bases ({named}): if these are one model, give its name as --base")
-    problems += [
-        f"adapter {name!r}: the factors of {module!r} hold values that are NaN or infinite: save it again"
-        for name, found in held.items()
-        for module, (a, b, _) in found.factors.items()
-        if not bool(a.isfinite().all() and b.isfinite().all())
-    ]
     kinds = {name: kind for name, found in held.items() if (kind := found.config.get("task_type"))}
     if len(set(kinds.values())) > 1:
         named = ", ".join(f"{name} {kind!r}" for name, kind in kinds.items())
@@ -185,11 +210,22 @@ def _problems(held: Mapping[str, Held], base: str | None) -> list[str]:
                 problems.append(
                     f"{path!r} differs between {other} and {name}: they were trained from different weights"
                 )
+    return problems
+
+
+def _factor_problems(factors: Mapping[str, Mapping[str, Factors]], held: Mapping[str, Held]) -> list[str]:
+    """Errors for factors that cannot be merged with each other. Args: factors: by adapter and module."""
+    problems = [
+        f"adapter {name!r}: the factors of {module!r} hold values that are NaN or infinite: save it again"
+        for name, found in factors.items()
+        for module, (a, b, _) in found.items()
+        if not bool(a.isfinite().all() and b.isfinite().all())
+    ]
     shapes: dict[str, dict[tuple[Any, ...], str]] = {}
-    for name, found in held.items():
-        for module, factors in found.factors.items():
-            kind = module in found.embeddings, module in found.parameters
-            shapes.setdefault(module, {}).setdefault((len(factors.b), factors.a.shape[1], *kind), name)
+    for name, found in factors.items():
+        for module, (a, b, _) in found.items():
+            kind = [module in own for own in (held[name].embeddings, held[name].parameters)] if name in held else []
+            shapes.setdefault(module, {}).setdefault((len(b), a.shape[1], *kind), name)
     problems += [
         f"{module!r} is of shape {', '.join(f'{shape[:2]} in {name}' for shape, name in found.items())}: they are of "
         "different models"

@@ -277,6 +277,30 @@ def test_adapters_become_one(call, model, tmp_path):
     assert json.loads((tmp_path / "svd/manifest.json").read_text())["density"] == 0.5
 
 
+def test_lora_files_become_one_file(call, tmp_path):
+    for seed, name in enumerate(("style", "subject")):
+        one = torch.randn(2, 4, generator=torch.Generator().manual_seed(seed))
+        two = torch.randn(6, 2, generator=torch.Generator().manual_seed(seed + 9))
+        leaves = {"lora_unet_q.lora_down.weight": one, "lora_unet_q.lora_up.weight": two}
+        save_file(leaves | {"lora_unet_q.alpha": torch.tensor(1.0)}, tmp_path / f"{name}.safetensors")
+    names = tmp_path / "style.safetensors", f"{tmp_path / 'subject.safetensors'}@0.5"
+    words = "adapters", "--experts", *names, "--method", "cat", "--out", tmp_path / "out"
+    assert call(*words) == (f"merged: {tmp_path / 'out'}, 1 module of rank 4, 164 bytes\n", None)
+    assert call(*words) == (f"kept: {tmp_path / 'out'}: already finished\n", None)
+    stored = load_file(tmp_path / "out/pytorch_lora_weights.safetensors")
+    assert float(stored["lora_unet_q.alpha"]) == 4
+    manifest = json.loads((tmp_path / "out/manifest.json").read_text())
+    assert (manifest["stored_rank"], manifest["weights"], manifest["tool"]) == (4, {"subject": 0.5}, "diffusers")
+    card = ModelCard.load(tmp_path / "out/README.md")
+    assert card.data.to_dict() == {"library_name": "diffusers", "tags": ["merge", "smat_fn", "lora", "cat"]}
+    assert "Rank at most 4, scale 1: the change of a matrix is BA." in card.text
+    assert "Base: that of its adapters. It was not read." in card.text
+    assert "| style | 1 |\n| subject | 0.5 |\n" in card.text
+    assert call("verify", tmp_path / "out")[1] is None
+    assert "out exists: choose another folder or pass --overwrite" in call(*words, "--rank", 3)[1]
+    assert "rank 3, 124 bytes" in call(*words, "--rank", 3, "--overwrite")[0]
+
+
 def test_the_card_of_an_adapter_says_what_was_merged(call, tmp_path):
     for seed, (name, settings) in enumerate({"x": {"base_model_name_or_path": "owner/base"}, "y": {}}.items()):
         write_adapter(tmp_path / name, seed, 2, **settings)

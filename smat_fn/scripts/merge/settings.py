@@ -125,10 +125,10 @@ class TransplantTokenizer:
 
 @dataclass(frozen=True)
 class MergeAdapters:
-    """Merge LoRA adapters of one base into one adapter, without reading the base."""
+    """Merge LoRA adapters of one base, folders of PEFT or files of another tool, into one; base is not read."""
 
     experts: tuple[Path, ...]
-    """Adapters: folders, hub names or NAME=PATH. FOLDER@0.5 sets a weight, else 1. Weighted changes are added."""
+    """Adapters: folders, hub names, LoRA files or NAME=PATH. PATH@0.5 sets a weight, else 1; changes are added."""
     out: Path
     """Folder for the adapter."""
     method: Literal[

@@ -1,4 +1,4 @@
-"""The factors of LoRA adapters without their base."""
+"""The factors of LoRA adapters of PEFT without their base."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from torch import Tensor
 from .... import errors, tree
 from ....merge.around.factors import Factors
 from .config import MERGED, WEIGHTS
-from .other_tools import file_of
+from .file_factors import WHOLE
 from .peft import PARTS, PREFIX, opened_folder, weights_of
 
 
@@ -28,11 +28,6 @@ def read_adapter(label: str, path: Path) -> Held:
 
     Raises: ValueError that lists what is broken, unknown, or more than A and B of matrices.
     """
-    if (file := file_of(path)) is not None:
-        raise ValueError(
-            f"{label}: {file} is an adapter of another tool than PEFT: merge whole models instead, merge.py MERGER "
-            "--base BASE --experts ADAPTERS"
-        )
     config, store, scale, problems, *_ = opened_folder(label, path)
     halves: dict[tuple[str, bool], dict[str, str]] = {}
     others: dict[str, list[str]] = {}
@@ -50,7 +45,7 @@ def read_adapter(label: str, path: Path) -> Held:
     others["weight"] = [name for name in others.get("weight", ()) if name not in below]
     problems += [
         f"{label}: {weights_of(path).name} holds {name!r}{f' and {len(more)} more of its kind' if more else ''}, which "
-        "is not a factor of a matrix: merge whole models instead, merge.py MERGER --base BASE --experts ADAPTERS"
+        f"is not a factor of a matrix: {WHOLE}"
         for name, *more in filter(None, others.values())
     ]
     if not halves and not problems:

@@ -23,7 +23,7 @@ from .places import Find, Part, Place, finder, module_of, overlap
 
 DIFFUSERS, MLX = "pytorch_lora_weights.safetensors", "adapters.safetensors"
 _METADATA = "lora_adapter_metadata"  # of diffusers: settings of peft in the header, by component
-_ENDS = {  # of the names of tensors, and what these are
+ENDS = {  # of the names of tensors, and what these are
     **{".lora_A.weight": "A", ".lora_B.weight": "B"},
     **{".lora.down.weight": "A", ".lora.up.weight": "B"},  # of older versions of diffusers
     **{".lora_linear_layer.down.weight": "A", ".lora_linear_layer.up.weight": "B"},
@@ -97,7 +97,7 @@ class Opened(NamedTuple):
     note: str = ""
 
 
-class _Module(NamedTuple):
+class Module(NamedTuple):
     """An adapted module of a file: its name there, its component, its path in it, and its tensors by what they are."""
 
     name: str
@@ -106,7 +106,7 @@ class _Module(NamedTuple):
     held: dict[str, str]
 
 
-_Own: TypeAlias = tuple[_Module, Place]  # a module, and what it changes of one weight
+_Own: TypeAlias = tuple[Module, Place]  # a module, and what it changes of one weight
 
 
 def file_of(path: Path) -> Path | None:
@@ -131,18 +131,18 @@ def open_foreign(label: str, file: Path, base: Folder) -> Opened:
 
     Raises: ValueError that lists what is broken, unknown, not of a plain LoRA, or not in base.
     """
-    store = _opened(label, file)
+    store = open_store(label, file)
     if any(name.endswith(".lora_a") for name in store.names) or file.name == MLX:
         return _of_mlx(label, file, store)
-    modules = _modules(label, file, store, _ENDS)
+    modules = modules_of(label, file, store, ENDS)
     problems = list[str]()
-    settings = _settings(label, store, modules, problems)
+    settings = settings_of(label, store, modules, problems)
     places, note = _places(label, file, store, modules, base)
     made, scales = Made(), dict[str, float]()
     for leaf, own in _targets(label, file, modules, places, base, problems).items():
         name = module_of(leaf)
         with errors.collected(problems):
-            found = [_scale(label, store, module, settings, base) for module, _ in own]
+            found = [scale_of_module(label, store, module, settings, base) for module, _ in own]
             parts = [
                 (module, place.part, scale / found[0])
                 for (module, place), scale in zip(own, found, strict=True)
@@ -153,29 +153,29 @@ def open_foreign(label: str, file: Path, base: Folder) -> Opened:
                 _add_parts(label, made, store, leaf, parts, tuple(base.leaves[leaf].shape))
                 continue
             ((module, _),) = own
-            ends = {stored: _NAMES_HERE[part] for part, stored in _parts(module).items()}
+            ends = {stored: _NAMES_HERE[part] for part, stored in parts_of(module).items()}
             ends |= {stored: DORA for part, stored in module.held.items() if part == "magnitude"}
             for stored, end in ends.items():
-                made.add(f"{name}{end}", _like(store, stored), partial(store.get_tensor, stored))
+                made.add(f"{name}{end}", like_of(store, stored), partial(store.get_tensor, stored))
     return Opened({}, made, lambda module, rank: scales[module], problems, {file: store}, note)
 
 
-def _opened(label: str, file: Path) -> Store:
+def open_store(label: str, file: Path) -> Store:
     try:
         return Store(file)
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"{label}: {file} cannot be read ({error}): copy or download it again") from error
 
 
-def _like(store: Store, name: str) -> Tensor:
+def like_of(store: Store, name: str) -> Tensor:
     leaf = store.header(name)
-    assert leaf is not None, "`_modules` refuses dtypes that cannot be merged"
+    assert leaf is not None, "`modules_of` refuses dtypes that cannot be merged"
     return leaf
 
 
-def _modules(label: str, file: Path, store: Store, ends: Mapping[str, str]) -> list[_Module]:
+def modules_of(label: str, file: Path, store: Store, ends: Mapping[str, str]) -> list[Module]:
     """The modules that a file adapts. Raises: ValueError for each tensor that is not one of a plain adapter's."""
-    problems, found, others = list[str](), dict[str, _Module](), dict[str, list[str]]()
+    problems, found, others = list[str](), dict[str, Module](), dict[str, list[str]]()
     for name in store.names:
         end = next((end for end in ends if name.endswith(end)), "")
         if (like := store.header(name)) is None:
@@ -189,7 +189,7 @@ def _modules(label: str, file: Path, store: Store, ends: Mapping[str, str]) -> l
             problems.append(f"{label}: {name!r} of shape {shape} is not a factor of a matrix: save the adapter again")
         else:
             module = name.removesuffix(end)
-            held = found.setdefault(module, _Module(module, *_part(module, old=end[0] == "_"), {})).held
+            held = found.setdefault(module, Module(module, *_part(module, old=end[0] == "_"), {})).held
             if ends[end] in held:
                 problems.append(f"{label}: {held[ends[end]]!r} and {name!r} mean the same: save the adapter again")
             held[ends[end]] = name
@@ -197,10 +197,10 @@ def _modules(label: str, file: Path, store: Store, ends: Mapping[str, str]) -> l
         told = and_more([repr(first), *more])
         way = _OF_PEFT if first.startswith("base_model.") else _FUSE if ".lora_a" in ends else _UNREAD
         problems.append(f"{label}: {file.name} holds {told}, which is not of a plain LoRA: {way}")
-    alone = [module for module in found.values() if not products.is_complete(_parts(module))]
+    alone = [module for module in found.values() if not products.is_complete(parts_of(module))]
     problems += [
         f"{label}: {next(iter(held.values()))!r} has no other factor in {file.name}: save the adapter again"
-        for held in (_parts(module) or module.held for module in alone)
+        for held in (parts_of(module) or module.held for module in alone)
         if not others
     ]
     if not found and not problems:
@@ -209,13 +209,13 @@ def _modules(label: str, file: Path, store: Store, ends: Mapping[str, str]) -> l
     return list(found.values())
 
 
-def _parts(module: _Module) -> dict[str, str]:
+def parts_of(module: Module) -> dict[str, str]:
     """The tensors whose product changes the weight."""
     return {part: name for part, name in module.held.items() if part not in _BESIDE}
 
 
-def _shapes(store: Store, module: _Module) -> dict[str, tuple[int, ...]]:
-    return {part: tuple(_like(store, name).shape) for part, name in _parts(module).items()}
+def _shapes(store: Store, module: Module) -> dict[str, tuple[int, ...]]:
+    return {part: tuple(like_of(store, name).shape) for part, name in parts_of(module).items()}
 
 
 def _part(module: str, *, old: bool) -> tuple[str, str]:
@@ -231,7 +231,7 @@ def _part(module: str, *, old: bool) -> tuple[str, str]:
     return part, path
 
 
-def _settings(label: str, store: Store, modules: Sequence[_Module], problems: list[str]) -> dict[str, dict[str, Any]]:
+def settings_of(label: str, store: Store, modules: Sequence[Module], problems: list[str]) -> dict[str, dict[str, Any]]:
     """The settings of peft in the header of diffusers' file, by component; errors go into ``problems``."""
     if (text := store.metadata.get(_METADATA)) is None:
         return {}
@@ -256,7 +256,9 @@ def _settings(label: str, store: Store, modules: Sequence[_Module], problems: li
     return known
 
 
-def _scale(label: str, store: Store, module: _Module, settings: Mapping[str, Mapping[str, Any]], base: Folder) -> float:
+def scale_of_module(
+    label: str, store: Store, module: Module, settings: Mapping[str, Mapping[str, Any]], base: Folder | None
+) -> float:
     """alpha / rank, else that of the header's settings, else 1.
 
     Raises: ValueError for an alpha that is 0 or not a finite number, for names of PEFT alone, which may begin with
@@ -270,7 +272,7 @@ def _scale(label: str, store: Store, module: _Module, settings: Mapping[str, Map
             raise ValueError(f"{label}: {name!r} is {alpha.tolist()}, must be a number other than 0: save it again")
         return 1.0 if rank is None else value / rank  # whole matrices are stored with their scale, as in LyCORIS
     if module.part not in settings:
-        config = config_of(base.root) if module.part == "transformer" else {}
+        config = config_of(base.root) if base is not None and module.part == "transformer" else {}
         of_text = "model_type" in config and "_class_name" not in config
         if (of_text or not module.part) and module.held.get("A", "").endswith(".lora_A.weight"):
             raise ValueError(
@@ -285,13 +287,13 @@ def _scale(label: str, store: Store, module: _Module, settings: Mapping[str, Map
 
 
 def _places(
-    label: str, file: Path, store: Store, modules: Sequence[_Module], base: Folder
+    label: str, file: Path, store: Store, modules: Sequence[Module], base: Folder
 ) -> tuple[dict[str, str], str]:
     """The prefix that leaves of base have, for each component of a file that is in base, and a note on the others.
 
     Raises: ValueError for a component that a whole model lacks, and where it is not clear which one base is.
     """
-    parts = dict[str, list[_Module]]()
+    parts = dict[str, list[Module]]()
     for module in modules:
         parts.setdefault(module.part, []).append(module)
     whole = (base.root / PIPELINE).is_file()
@@ -331,11 +333,11 @@ def _places(
     return found, f"{label} also adapts {some_of(lost)}, which base does not have: left out" if lost else ""
 
 
-def _all_fit(store: Store, modules: Sequence[_Module], base: Folder, find: Find) -> bool:
+def _all_fit(store: Store, modules: Sequence[Module], base: Folder, find: Find) -> bool:
     return all(_fits(store, module, base, find) for module in modules)
 
 
-def _fits(store: Store, module: _Module, base: Folder, find: Find) -> bool:
+def _fits(store: Store, module: Module, base: Folder, find: Find) -> bool:
     """Whether base has a module under its name and in its shape."""
     made = products.matrix(_shapes(store, module))
     for place, *_ in find(module.path):
@@ -346,7 +348,7 @@ def _fits(store: Store, module: _Module, base: Folder, find: Find) -> bool:
 
 
 def _targets(
-    label: str, file: Path, modules: Sequence[_Module], places: Mapping[str, str], base: Folder, problems: list[str]
+    label: str, file: Path, modules: Sequence[Module], places: Mapping[str, str], base: Folder, problems: list[str]
 ) -> dict[str, list[_Own]]:
     """The modules of a file by the weight of base that each changes, several where each changes other rows of it."""
     finders = {prefix: finder(base, prefix) for prefix in places.values()}
@@ -381,22 +383,22 @@ def _add_parts(
     made: Made,
     store: Store,
     leaf: str,
-    own: Sequence[tuple[_Module, Part, float]],
+    own: Sequence[tuple[Module, Part, float]],
     shape: tuple[int, ...],
 ) -> None:
     """The factors of parts of a weight as those of the whole: A below each other, B along the diagonal, scaled."""
     pairs = list[tuple[str, str, Part, float]]()
     for module, part, scale in own:
-        if not products.is_plain(_parts(module)) or "magnitude" in module.held:
+        if not products.is_plain(parts_of(module)) or "magnitude" in module.held:
             raise ValueError(f"{label}: {module.name!r} of {leaf!r} is not a plain LoRA: {_UNREAD}")
-        a, b = (tuple(_like(store, module.held[half]).shape) for half in "AB")
+        a, b = (tuple(like_of(store, module.held[half]).shape) for half in "AB")
         if a[1:] != shape[1:] or b != (part.height, a[0]):
             raise ValueError(
                 f"{label}: B {b} and A {a} of {module.name!r} have no product of shape {(part.height, *shape[1:])}, as "
                 f"{leaf!r} {shape} needs: was it trained from another base?"
             )
         pairs.append((module.held["A"], module.held["B"], part, scale))
-    rank = sum(len(_like(store, a)) for a, *_ in pairs)
+    rank = sum(len(like_of(store, a)) for a, *_ in pairs)
 
     def below() -> Tensor:
         return torch.cat([store.get_tensor(a).float() for a, *_ in pairs])
@@ -419,9 +421,9 @@ def _of_mlx(label: str, file: Path, store: Store) -> Opened:
     config, scale = _mlx_config(label, file)
     ends = {end: kind for end, kind in _OF_MLX.items() if kind != "magnitude" or config["use_dora"]}
     made, problems = Made(), list[str]()
-    modules = _modules(label, file, store, ends)
+    modules = modules_of(label, file, store, ends)
     for module in modules:
-        a, b = (_like(store, module.held[half]) for half in "AB")
+        a, b = (like_of(store, module.held[half]) for half in "AB")
         if a.ndim != 2 or b.ndim != 2:
             what = f"has {a.ndim} dimensions, as the experts of a mixture"
             problems.append(f"{label}: {module.held['A']!r} {what}, which is not read here: {_FUSE}")
@@ -437,7 +439,7 @@ def _of_mlx(label: str, file: Path, store: Store) -> Opened:
         for half, like in (("A", a), ("B", b)):
             made.add(module.name + end.format(half), like.T, partial(_transposed, store, module.held[half]))
         if own := module.held.get("magnitude"):
-            made.add(f"{module.name}{MAGNITUDE}", _like(store, own), partial(store.get_tensor, own))
+            made.add(f"{module.name}{MAGNITUDE}", like_of(store, own), partial(store.get_tensor, own))
     return Opened(config, made, lambda module, rank: scale, problems, {file: store, file.parent / CONFIG: None})
 
 

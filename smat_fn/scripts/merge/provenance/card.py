@@ -141,28 +141,29 @@ def _other_licenses(manifest: Mapping[str, Any], what: str) -> list[str]:
 def adapter_card(manifest: Mapping[str, Any]) -> str:
     """The model card of an adapter merged from adapters: how, of which rank, base and weights, and SHA-256 hashes.
 
-    Args: manifest: of the adapter, with ``adapters``, ``stored_rank`` and ``base_model`` (or None).
+    Args: manifest: of the adapter, with ``adapters``, ``stored_rank``, ``base_model`` (or None), ``tool`` (or peft).
     """
     how = [f"{name} {manifest[name]}" for name in ("merger", "coef", "density", "majority") if name in manifest]
     how += [_options(given)] if (given := manifest.get("options", {})) else []
     options = f" ({', '.join(how)})" if how else ""
     drops = manifest["method"].startswith("dare") or manifest.get("merger") in RANDOM
     masks = f", random masks from seed {manifest['merge_seed']}" if drops else ""
-    base = manifest["base_model"]
+    base, of_peft = manifest["base_model"], manifest.get("tool", "peft") == "peft"
+    unnamed = "as its adapters name it in their configuration" if of_peft else "that of its adapters"
     table = ["| adapter | weight |", "|---|---:|"]
     table += [f"| {_cell(name)} | {manifest['weights'].get(name, 1.0):g} |" for name in manifest["adapters"]]
     text = [
         f"# LoRA adapters merged by {manifest['method']}",
         f"Method: {manifest['method']}{options}{masks}. "
-        f"Rank {manifest['stored_rank']}, scale 1: the change of a matrix is BA.",
-        f"Base: {_code(base) if base else 'as its adapters name it in their configuration'}. It was not read.",
+        f"Rank {'' if of_peft else 'at most '}{manifest['stored_rank']}, scale 1: the change of a matrix is BA.",
+        f"Base: {_code(base) if base else unnamed}. It was not read.",
         "\n".join(table),
         *_other_licenses(manifest, "adapters"),
     ]
     known = model_ids([base]) if base else None
     metadata = {
         "base_model": known and known[0],
-        "library_name": "peft",
+        "library_name": "peft" if of_peft else "diffusers",
         **_license_metadata(manifest),
         "tags": ["merge", "smat_fn", "lora", manifest["method"]],
         "base_model_relation": "adapter" if known else None,

@@ -10,6 +10,7 @@ from typing import Any
 from .... import __version__, checkpoint
 from ....folders.files import Hashing, digests
 from ....folders.inputs.adapters.config import CONFIG
+from ....folders.inputs.adapters.other_tools import file_of
 from ... import outcome
 from ...manifests import flat
 from ...recipes.places import named, sources, sources_text
@@ -88,14 +89,19 @@ def is_kept(out: Path, others: Callable[[], Sequence[str]], *, overwrite: bool) 
 def kept_adapter(adapter: Path) -> Iterator[str]:
     """Lines on an adapter that stays; a note on one that was written when its modules could have unequal ranks."""
     yield f"kept: {adapter}: already finished"
-    if checkpoint.read_json(adapter / CONFIG).get("rank_pattern"):
+    if _config(adapter).get("rank_pattern"):
         way = "pass --overwrite to write it with one rank"
         yield f"note: its modules have unequal ranks, which llama.cpp scales wrongly: {way}"
 
 
 def base_of(adapter: Path) -> Any:
-    """The base that an adapter's configuration names."""
-    return checkpoint.read_json(adapter / CONFIG).get("base_model_name_or_path")
+    """The base that an adapter's configuration names; None for a LoRA file, which has none."""
+    return _config(adapter).get("base_model_name_or_path")
+
+
+def _config(adapter: Path) -> Mapping[str, Any]:
+    found = adapter / CONFIG
+    return checkpoint.read_json(found) if found.exists() or not file_of(adapter) else {}
 
 
 def other_inputs(

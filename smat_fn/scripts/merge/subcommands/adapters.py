@@ -13,6 +13,8 @@ from ....config import MERGERS, MORE_MERGERS, MergerConfig, preset_of, resolve
 from ....folders import merge_adapters as write
 from ....folders.combining import files_read
 from ....folders.files import digests, size_text
+from ....folders.inputs.adapters.config import CONFIG
+from ....folders.inputs.adapters.file_factors import read_file
 from ....folders.inputs.hub import local_folder
 from ....merge.around.factors import Factors, option_problems
 from ....merge.parts.masked import Masked
@@ -140,14 +142,15 @@ def _merger(args: MergeAdapters) -> MergerConfig:
 
 def _texts(facts: Mapping[str, Any], files: Sequence[Path], inputs: Mapping[str, Sequence[Path]]) -> dict[str, str]:
     found = digests([*files, *(file for own in inputs.values() for file in own)], 1)
-    config = json.loads(files[0].read_text(encoding="utf-8"))
-    base = config["base_model_name_or_path"]
-    named = dict(zip(facts["adapters"], (files[0].parent for files in inputs.values()), strict=True))
-    about = {
-        **(licenses_of(Path(base), named) if base else {}),
-        "base_model": model_names(Path(base))[0] if base else None,
-        "stored_rank": config["r"],
-        "versions": {"smat_fn": __version__},
-    }
+    about: dict[str, Any] = {"base_model": None, "versions": {"smat_fn": __version__}}
+    if files[0].name == CONFIG:
+        config = json.loads(files[0].read_text(encoding="utf-8"))
+        base = config["base_model_name_or_path"]
+        named = dict(zip(facts["adapters"], (files[0].parent for files in inputs.values()), strict=True))
+        about |= {"tool": "peft", "stored_rank": config["r"]}
+        about |= {**licenses_of(Path(base), named), "base_model": model_names(Path(base))[0]} if base else {}
+    else:  # a LoRA file names no base
+        ranks = (factors.rank for factors in read_file("", files[0]).factors.values())
+        about |= {"tool": "diffusers", "stored_rank": max(ranks)}
     manifest = {"adapter": "merged", **facts, **about, **hashes(files, inputs, found)}
     return texts(manifest, adapter_card, inputs)
