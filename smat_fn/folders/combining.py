@@ -9,14 +9,21 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn.functional import pad
 
 from .. import __version__, checkpoint, errors
 from ..errors import some_of
 from ..merge.around.factors import Factors
-from .inputs.adapters.config import CONFIG, WEIGHTS
+from .inputs.adapters.config import CONFIG, WEIGHTS, WHOLE
 from .inputs.adapters.factors import Held, read_adapter, stored_halves
-from .inputs.adapters.file_factors import WHOLE, WIDER, LoraFile, file_problems, merged_file, read_file
+from .inputs.adapters.file_factors import (
+    LoraFile,
+    check_range,
+    file_problems,
+    header_notes,
+    merged_file,
+    read_file,
+    stored_as,
+)
 from .inputs.adapters.other_tools import DIFFUSERS, file_of
 from .inputs.adapters.peft import PREFIX, weights_of
 from .inputs.hub import local_folder
@@ -36,7 +43,7 @@ class Combined(NamedTuple):
     rank: int  # of all modules
     partial: tuple[str, ...]  # modules that some adapters lack
     bytes: int
-    notes: tuple[str, ...]  # on tokenizers that differ
+    notes: tuple[str, ...]  # on tokenizers and headers that differ
 
 
 def merge_adapters(
@@ -51,9 +58,9 @@ def merge_adapters(
     """Write the adapter that ``combine`` makes of adapters; base is not read, the folder is written atomically.
 
     ``lora_alpha`` is the rank, and ``use_rslora`` off, so that ΔW = BA. All modules have the largest rank: lower ones
-    are padded with zeros, since llama.cpp reads no patterns. Tensors have the widest dtype of the adapters'. Tokenizer
-    and chat template are those of the first adapter that holds any. Files of diffusers and kohya's scripts become
-    ``pytorch_lora_weights.safetensors`` with their names, whose modules keep ranks of their own.
+    are padded with zeros, since llama.cpp and diffusers read other ranks wrongly. Tensors have the widest dtype of the
+    adapters'. Tokenizer and chat template are those of the first adapter that holds any. Files of diffusers and kohya's
+    scripts become ``pytorch_lora_weights.safetensors``, with their names.
 
     Args:
         adapters: folders or hub names by name; or LoRA files of one tool, or their folders.
@@ -75,16 +82,19 @@ def merge_adapters(
     if broken:
         raise ValueError(f"the merged factors of {', '.join(broken[:3])} are NaN or infinite: nothing is written")
     rank = max(factors.rank for factors in merged.values())
-    stored, header = merged_file(merged, files.values()) if files else (_stored(merged, held, rank), {"format": "pt"})
+    stored, header = (
+        merged_file(merged, files.values(), rank) if files else (_stored(merged, held, rank), {"format": "pt"})
+    )
     config = {} if files else {CONFIG: json.dumps(_config(held, merged, base, rank), indent=2) + "\n"}
     made = {DIFFUSERS if files else WEIGHTS: (stored, header)}
-    notes = _write(checkpoint.follow(out), made, config, places, overwrite=overwrite, texts=texts)
+    notes = [*header_notes({f"adapter {name!r}": own for name, own in files.items()})]
+    notes += _write(checkpoint.follow(out), made, config, places, overwrite=overwrite, texts=texts)
     return Combined(
         tuple(merged),
         rank,
         tuple(module for module in merged if any(module not in own for own in found.values())),
         sum(tensor.nbytes for tensor in stored.values()),
-        notes,
+        tuple(notes),
     )
 
 
@@ -153,14 +163,11 @@ def _stored(merged: Mapping[str, Factors], held: Mapping[str, Held], rank: int) 
     kind = reduce(torch.promote_types, (half.dtype for half in halves))
     embeddings = {module for found in held.values() for module in found.embeddings}
     stored = {
-        PREFIX + path: half.to(kind).contiguous().clone()
-        for module, (a, b, _) in merged.items()
-        for wider in [(pad(a, (0, 0, 0, rank - len(a))), pad(b, (0, rank - len(a))))]
-        for path, half in stored_halves(module, *wider, embedding=module in embeddings).items()
+        PREFIX + path: half
+        for module, factors in merged.items()
+        for path, half in stored_halves(module, *stored_as(kind, factors, rank), embedding=module in embeddings).items()
     }
-    wide = [path for path, half in stored.items() if not bool(half.isfinite().all())]
-    if wide:
-        raise ValueError(f"{wide[0]!r} exceeds the range of {kind}, {WIDER}")
+    check_range(stored, kind)
     return stored | {path: leaf.clone() for found in held.values() for path, leaf in found.under.items()}
 
 

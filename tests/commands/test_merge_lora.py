@@ -293,7 +293,7 @@ def test_lora_files_become_one_file(call, tmp_path):
     assert (manifest["stored_rank"], manifest["weights"], manifest["tool"]) == (4, {"subject": 0.5}, "diffusers")
     card = ModelCard.load(tmp_path / "out/README.md")
     assert card.data.to_dict() == {"library_name": "diffusers", "tags": ["merge", "smat_fn", "lora", "cat"]}
-    assert "Rank at most 4, scale 1: the change of a matrix is BA." in card.text
+    assert "Rank 4, scale 1: the change of a matrix is BA." in card.text
     assert "Base: that of its adapters. It was not read." in card.text
     assert "| style | 1 |\n| subject | 0.5 |\n" in card.text
     assert call("verify", tmp_path / "out")[1] is None

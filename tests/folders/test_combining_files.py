@@ -1,5 +1,7 @@
 """LoRA files of other tools into one file: the change of the merged file is that of the files, in dense arithmetic."""
 
+import json
+
 import pytest
 import torch
 from safetensors import safe_open
@@ -13,6 +15,7 @@ from smat_fn.scripts.merge.subcommands.adapters import by_module, in_space
 from .test_lora_files import (
     CONV,
     LDM,
+    TEXT,
     UNET,
     WAYS,
     Q,
@@ -25,6 +28,7 @@ from .test_lora_files import (
     named,
     numbers,
     of_peft,
+    pipeline,
     saved,
     unet,
     weights,
@@ -49,7 +53,7 @@ def both(way, tmp_path, second=UNET):
     return places, changed(changed(weights(UNET), one, 1.5), two, 0.75)
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way not in ("save_lora_adapter", "patterns")])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_concatenation_changes_base_as_both_files(way, folders, tmp_path):
     second = {path: shape for path, shape in UNET.items() if path != CONV}  # a module of one file alone
     places, expected = both(way, tmp_path, second)
@@ -57,11 +61,57 @@ def test_a_concatenation_changes_base_as_both_files(way, folders, tmp_path):
     assert (made.rank, len(made.modules), len(made.partial)) == (4, len(UNET), 1)
     stored = load_file(tmp_path / "out" / FILE)
     assert {name for place in places.values() for name in load_file(place)} == {*stored}
-    alphas = {name: leaf for name, leaf in stored.items() if name.endswith(".alpha")}
-    assert {float(leaf) for leaf in alphas.values()} == ({2.0, 4.0} if way != "diffusers" else set())
+    alphas = [float(leaf) for name, leaf in stored.items() if name.endswith(".alpha")]
+    assert alphas == [4.0] * (0 if way in ("diffusers", "save_lora_adapter", "patterns") else len(UNET))
     for given in tmp_path / "out", tmp_path / "out" / FILE:  # the folder and the file are experts
         again = merged(unet(tmp_path / "base"), given, tmp_path / f"merged-{given.name}")
         folders.assert_same_bits(again, expected)
+    assert combined({"x": tmp_path / "out"}, tmp_path / "again").rank == 4
+
+
+def test_settings_in_the_header_are_those_of_the_merged_adapter(tmp_path):
+    places, _ = both("patterns", tmp_path)
+    combined(places, tmp_path / "out")
+    with safe_open(tmp_path / "out" / FILE, "pt") as file:
+        settings = json.loads(file.metadata()["lora_adapter_metadata"])
+    assert settings == {
+        **{"unet.r": 4, "unet.lora_alpha": 4, "unet.rank_pattern": {}, "unet.alpha_pattern": {}},
+        **{"unet.use_rslora": False, "unet.target_modules": sorted(UNET)},
+    }
+
+
+def test_one_alpha_is_an_alpha_of_every_module(folders, tmp_path):
+    found = factors({Q: UNET[Q], CONV: UNET[CONV]})
+    given = kohya({Q: found[Q]}, alpha=1) | kohya({CONV: found[CONV]})
+    combined({"x": saved(tmp_path / "x.safetensors", given)}, tmp_path / "out", "cat", shares={})
+    stored = load_file(tmp_path / "out" / FILE)
+    assert [stored[f"lora_unet_{flat(path)}.alpha"].item() for path in (Q, CONV)] == [2.0, 2.0]
+    expected = changed(changed(weights(UNET), {Q: found[Q]}, 0.5), {CONV: found[CONV]})
+    folders.assert_same_bits(merged(unet(tmp_path / "base"), tmp_path / "out", tmp_path / "merged"), expected)
+
+
+def test_text_encoders_and_endings_of_one_tool_are_merged(folders, tmp_path):
+    of_unet, text = factors({Q: UNET[Q], CONV: UNET[CONV]}), factors(TEXT)
+    tensors = named({Q: of_unet[Q]}, "unet.", "lora.down.weight", "lora.up.weight")  # as diffusers mixes them
+    tensors |= named({CONV: of_unet[CONV]}, "unet.")
+    tensors |= named(text, "text_encoder.", "lora_linear_layer.down.weight", "lora_linear_layer.up.weight")
+    combined({"x": saved(tmp_path / "x.safetensors", tensors)}, tmp_path / "out", shares={"x": 2.0})
+    base = pipeline(tmp_path / "base", seconds=False)
+    made = merged(base, tmp_path / "out", tmp_path / "merged")
+    folders.assert_same_bits(
+        {path: leaf for path, leaf in made.items() if path.startswith("text")},
+        {f"text_encoder/{path}": leaf for path, leaf in changed(weights(TEXT, seed=40), text, 2.0).items()},
+    )
+
+
+def test_halves_in_16_bits_are_of_one_size(tmp_path):
+    one, two = torch.randn(64, 4, generator=torch.Generator().manual_seed(0)), torch.randn(4, 64) * 1e-4
+    tensors = {"lora_unet_q.lora_down.weight": two.half(), "lora_unet_q.lora_up.weight": one.half()}
+    combined({"x": saved(tmp_path / "x.safetensors", tensors)}, tmp_path / "out", "svd", shares={})
+    a, b = (load_file(tmp_path / "out" / FILE)[f"lora_unet_q.lora_{way}.weight"] for way in ("down", "up"))
+    assert 0.5 <= a.abs().max() / b.abs().max() <= 2
+    whole = one.half().float() @ two.half().float()
+    assert (b.float() @ a.float() - whole).norm() < 1e-3 * whole.norm()
 
 
 def test_ranks_are_those_asked_for_and_convolutions_keep_their_kernels(tmp_path):
@@ -97,10 +147,12 @@ def test_headers_keep_the_kind_of_the_model_alone(tmp_path):
     combined({"x": one, "y": two}, tmp_path / "out")
     with safe_open(tmp_path / "out" / FILE, "pt") as file:
         assert file.metadata() == {"format": "pt", **found}
-    other = saved(tmp_path / "z.safetensors", kohya(factors(UNET)), ss_base_model_version="sd_v1")
-    told = r"different ss_base_model_version \('sdxl_base_v1-0' in adapter 'x', 'sd_v1' in adapter 'z'\)"
-    with pytest.raises(ValueError, match=told):
-        combined({"x": one, "z": other}, tmp_path / "none")
+    other = saved(tmp_path / "z.safetensors", kohya(factors(UNET)), ss_base_model_version="sdxl_1.0")
+    made = combined({"x": one, "z": other}, tmp_path / "other")
+    told = "different ss_base_model_version ('sdxl_base_v1-0' in adapter 'x', 'sdxl_1.0' in adapter 'z'): left out"
+    assert told in made.notes[0]
+    with safe_open(tmp_path / "other" / FILE, "pt") as file:
+        assert file.metadata() == {"format": "pt"}
 
 
 def test_dtypes_are_the_widest_and_values_stay_in_their_range(tmp_path):
@@ -108,7 +160,8 @@ def test_dtypes_are_the_widest_and_values_stay_in_their_range(tmp_path):
     half = {name: leaf.half() for name, leaf in kohya(found, alpha=2).items()}
     places = {"x": saved(tmp_path / "x.safetensors", half), "y": saved(tmp_path / "y.safetensors", dict(half))}
     combined(places, tmp_path / "out")
-    assert {leaf.dtype for leaf in load_file(tmp_path / "out" / FILE).values()} == {torch.float16}
+    kinds = {name.rpartition(".")[2]: leaf.dtype for name, leaf in load_file(tmp_path / "out" / FILE).items()}
+    assert kinds == {"weight": torch.float16, "alpha": torch.float32}
     large = {name: leaf * (1 if name.endswith("alpha") else 2e4) for name, leaf in half.items()}
     with pytest.raises(ValueError, match=r"exceeds the range of torch\.float16, the widest dtype of the adapters"):
         combined({"x": saved(tmp_path / "z.safetensors", large)}, tmp_path / "none", shares={"x": 4.0})
@@ -120,7 +173,15 @@ K = f"lora_unet_{flat(Q)}"
 REFUSED = {
     "other tools": (
         named(factors(UNET), "unet."),
-        r"different tools \(lora_\*\.lora_down\.weight in adapter 'x', \*\.l",
+        r"different tools \(lora_unet\* in adapter 'x', unet\.\* in",
+    ),
+    "another prefix": (
+        kohya(factors(UNET), "lora_transformer_"),
+        r"\(lora_unet\* in adapter 'x', lora_tr.*\* in",
+    ),
+    "a bias": (
+        kohya(factors(UNET)) | {f"{K}.diff_b": A[0]},
+        "not of a plain LoRA: remove it, or merge the models",
     ),
     "two names": (kohya(factors(UNET), names=LDM), "are two names of one module: merge whole models instead"),
     "LoHa": (

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from smat_fn.config import TaskArithmetic, Ties
-from smat_fn.folders import merge_adapters, merge_folders, open_folder, plan
+from smat_fn.folders import merge_folders, open_folder, plan
 from smat_fn.folders.inputs.adapters.experts import open_adapter
 from smat_fn.folders.inputs.adapters.original_names import flat as flat_name
 
@@ -447,6 +447,13 @@ def test_a_folder_of_several_files_is_an_error_that_asks_for_one(tmp_path):
         plan(TA, unet(tmp_path / "base"), {"x": tmp_path / "mine"}, tmp_path / "none")
 
 
+def test_a_folder_of_one_file_with_a_name_of_its_own(folders, tmp_path):
+    found = factors({Q: UNET[Q]})
+    saved(tmp_path / "mine/style.safetensors", kohya(found, alpha=4))
+    made = merged(unet(tmp_path / "base"), tmp_path / "mine", tmp_path / "out")
+    folders.assert_same_bits(made, changed(weights(UNET), found, 2.0))
+
+
 def test_rank_stabilised_scales_of_the_header(folders, tmp_path):
     found = factors({Q: UNET[Q]}, rank=4)
     settings = {"unet.r": 4, "unet.lora_alpha": 3, "unet.use_rslora": True}
@@ -481,7 +488,7 @@ def test_thirds_of_another_shape_are_errors(tmp_path):
         plan(TA, base, {"x": file}, tmp_path / "none")
 
 
-def test_only_experts_are_adapters_and_only_pefts_are_combined(tmp_path):
+def test_only_experts_are_adapters(tmp_path):
     file = saved(tmp_path / "mine/pytorch_lora_weights.safetensors", kohya(factors({Q: UNET[Q]})))
     with pytest.raises(
         ValueError, match=r"base: .* holds factors of an adapter \(.*\), not weights: give it as an exp"
@@ -491,8 +498,6 @@ def test_only_experts_are_adapters_and_only_pefts_are_combined(tmp_path):
         ValueError, match=r"base: .*mine holds an adapter, not a whole model: only experts can be adapt"
     ):
         plan(TA, file.parent, {"x": file}, tmp_path / "none")
-    with pytest.raises(ValueError, match=r"adapter 'x': .* is an adapter of another tool than PEFT: merge whole"):
-        merge_adapters({"x": file}, tmp_path / "none", lambda held: held["x"])
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"expert 'x': .* cannot be read .*: copy or download it again"):
         plan(TA, unet(tmp_path / "base"), {"x": file.parent}, tmp_path / "none")

@@ -53,6 +53,8 @@ _OF_PRODUCTS = {  # fields of LoHa and LoKr alone, which say how the tensors tha
 }
 _BIASES = "all", "lora_only"  # that are trained, and stored as whole leaves
 MERGED = "merge it into its base with peft, and give the result"
+WHOLE = "merge whole models instead, merge.py MERGER --base BASE --experts ADAPTERS"
+WIDER = "the widest dtype of the adapters: give smaller weights, or save an adapter in float32"
 _UNMERGED = "it is not a fixed change of weights, so it cannot be merged: leave it out"
 _WITHOUT_WEIGHTS = (
     "PROMPT_TUNING",

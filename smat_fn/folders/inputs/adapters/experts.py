@@ -17,7 +17,8 @@ from ..vocabulary import HEAD, by_token
 from . import products
 from .changes import Change, Magnitude, changed
 from .config import CONFIG, MERGED, WEIGHTS
-from .other_tools import DORA, MAGNITUDE, Opened, file_of, open_foreign
+from .opened import Opened
+from .other_tools import DORA, MAGNITUDE, file_of, open_foreign
 from .peft import PARTS, PREFIX, opened_folder, weights_of
 
 _OF_WHOLE = {**PARTS, **{ending: (part, False) for ending, part in products.ENDS.items()}}

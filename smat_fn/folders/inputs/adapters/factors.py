@@ -8,8 +8,7 @@ from torch import Tensor
 
 from .... import errors, tree
 from ....merge.around.factors import Factors
-from .config import MERGED, WEIGHTS
-from .file_factors import WHOLE
+from .config import MERGED, WEIGHTS, WHOLE
 from .peft import PARTS, PREFIX, opened_folder, weights_of
 
 

@@ -1,25 +1,38 @@
 """The factors of LoRA files of diffusers and kohya's scripts without their base, and the tensors of such a file."""
 
+import json
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .... import errors
 from ....errors import some_of
 from ....merge.around.factors import Factors
 from . import original_names, products
-from .other_tools import ENDS, MLX, Module, like_of, modules_of, open_store, parts_of, scale_of_module, settings_of
+from .config import WHOLE, WIDER
+from .other_tools import (
+    ENDS,
+    MLX,
+    SETTINGS,
+    Module,
+    like_of,
+    modules_of,
+    open_store,
+    parts_of,
+    scale_of_module,
+    settings_of,
+)
 
-WIDER = "the widest dtype of the adapters: give smaller weights, or save an adapter in float32"
-WHOLE = "merge whole models instead, merge.py MERGER --base BASE --experts ADAPTERS"
-# what loaders and programs with a window read from the header to know the model that a file is for
+# what programs read from the header to know the model that a file is for
 _KEPT = "ss_base_model_version", "ss_v2", "ss_network_module", "modelspec.architecture", "modelspec.implementation"
-_MODEL = "ss_base_model_version", "modelspec.architecture"
+_START = re.compile(r"lora_(unet|transformer|te)|lycoris_|(unet|transformer|prior|diffusion_model|text_encoder)[._]|")
 
 
 class LoraFile(NamedTuple):
@@ -39,7 +52,7 @@ def read_file(label: str, file: Path) -> LoraFile:
     store, problems = open_store(label, file), list[str]()
     if file.name == MLX or any(name.endswith(".lora_a") for name in store.names):
         raise ValueError(f"{label}: {file} is an adapter of mlx-lm: {WHOLE}")
-    modules = modules_of(label, file, store, ENDS)
+    modules = modules_of(label, file, store, ENDS, "remove it, or merge the models that these adapters make")
     settings = settings_of(label, store, modules, problems)
     found = LoraFile({}, {}, {}, store.metadata)
     for module in modules:
@@ -60,56 +73,99 @@ def read_file(label: str, file: Path) -> LoraFile:
 
 
 def file_problems(files: Mapping[str, LoraFile]) -> list[str]:
-    """Errors for files of different models or tools, by label."""
-    problems = []
-    for entry in _MODEL:
-        told = {label: found.metadata[entry] for label, found in files.items() if entry in found.metadata}
-        if len({*told.values()}) > 1:
-            named = ", ".join(f"{value!r} in {label}" for label, value in told.items())
-            problems.append(f"the headers of adapters have different {entry} ({named}): they are of different models")
-    styles = {label: {_style(module) for module in found.modules.values()} for label, found in files.items()}
-    if len({style for own in styles.values() for style in own}) > 1:
-        named = ", ".join(f"{some_of(sorted(own))} in {label}" for label, own in styles.items())
-        problems.append(f"names of tensors are those of different tools ({named}): {WHOLE}")
-        return problems
+    """Errors for names of different tools, which would be different modules here. Args: files: by label."""
+    modules = [own for found in files.values() for own in found.modules.values()]
+    starts = {module.name: (_START.match(module.name) or [""])[0] for module in modules}
+    of_denoisers = {start for start in starts.values() if start not in ("lora_te", "text_encoder_", "text_encoder.")}
+    if len(of_denoisers) > 1 or len({start.startswith(("lora_", "lycoris_")) for start in starts.values()}) > 1:
+        shown = {label: some_of({starts[name] + "*": 0 for name in found.modules}) for label, found in files.items()}
+        named = ", ".join(f"{own} in {label}" for label, own in shown.items())
+        return [f"names of tensors are those of different tools ({named}): {WHOLE}"]
     known = dict[tuple[str, str], str]()
-    for module in (own for found in files.values() for own in found.modules.values()):
+    for module in modules:
         flat = original_names.flat(module.path, of_blocks=True)
         for part in [flat, *(part for names in original_names.of_diffusers(flat) for part in names.parts)]:
             if (other := known.setdefault((module.part, part), module.name)) != module.name:
-                problems.append(f"{other!r} and {module.name!r} are two names of one module: {WHOLE}")
-                return problems
-    return problems
+                return [f"{other!r} and {module.name!r} are two names of one module: {WHOLE}"]
+    return []
 
 
-def _style(module: Module) -> str:
-    """The beginning and the end of a tool's names."""
-    start = next((start for start in ("lora_", "lycoris_", "diffusion_model.") if module.name.startswith(start)), "")
-    return f"{start}*{module.held['A'].removeprefix(module.name)}"
+def header_notes(files: Mapping[str, LoraFile]) -> Iterator[str]:
+    """Notes on files whose headers name different models, as different tools do. Args: files: by label."""
+    for entry in _KEPT:
+        told = {label: found.metadata[entry] for label, found in files.items() if entry in found.metadata}
+        if len({*told.values()}) > 1:
+            named = ", ".join(f"{value!r} in {label}" for label, value in told.items())
+            yield f"the headers have different {entry} ({named}): left out, make sure that all are of one model"
 
 
-def merged_file(merged: Mapping[str, Factors], files: Iterable[LoraFile]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and header of a file of merged factors, all of scale 1: an alpha, where some file has one, is the rank.
+def merged_file(
+    merged: Mapping[str, Factors], files: Collection[LoraFile], rank: int
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and header of a file of merged factors, all of one rank and of scale 1, by alphas or settings if any.
+
+    One rank, and an alpha for every module or for none, since diffusers takes others for the ranks and alphas of
+    all modules whose name ends equally.
 
     Raises: ValueError for values beyond the range of the widest dtype.
     """
-    files = list(files)
     kind = reduce(torch.promote_types, (half.dtype for own in files for f in own.factors.values() for half in f[:2]))
+    with_settings = any(SETTINGS in own.metadata for own in files)
+    with_alphas = any("alpha" in module.held for own in files for module in own.modules.values()) and not with_settings
     stored = dict[str, Tensor]()
-    for name, (a, b, _) in merged.items():
+    for name, factors in merged.items():
         first = next(own for own in files if name in own.modules)
         held, kernel = first.modules[name].held, first.kernels[name]
-        stored[held["A"]] = a.to(kind).view(len(a), -1, *kernel)
-        stored[held["B"]] = b.to(kind).view(*b.shape, *(1 for _ in kernel))
-        if any("alpha" in own.modules[name].held for own in files if name in own.modules):
-            stored[f"{name}.alpha"] = torch.tensor(float(len(a)), dtype=kind)
+        a, b = stored_as(kind, factors, rank)
+        stored[held["A"]], stored[held["B"]] = a.view(rank, -1, *kernel), b.view(*b.shape, *(1 for _ in kernel))
+        if with_alphas:
+            stored[f"{name}.alpha"] = torch.tensor(float(rank))
+    check_range(stored, kind)
+    header = {"format": "pt"} | _agreed([own.metadata for own in files])
+    if with_settings:
+        modules = {name: own.modules[name] for own in files for name in merged if name in own.modules}
+        header[SETTINGS] = json.dumps(_settings(modules.values(), rank))
+    return stored, header
+
+
+def stored_as(kind: torch.dtype, factors: Factors, rank: int) -> tuple[Tensor, Tensor]:
+    """A and B of a product of scale 1, padded with zeros to a rank, in a dtype.
+
+    In 16 bits both get about the same largest value, by a power of two, since an SVD leaves one with small values.
+    """
+    a, b = pad(factors.a, (0, 0, 0, rank - factors.rank)), pad(factors.b, (0, rank - factors.rank))
+    sizes = float(a.abs().max()), float(b.abs().max())
+    if kind.itemsize == 2 and min(sizes) > 0:
+        power = 2.0 ** round(math.log2(sizes[0] / sizes[1]) / 2)
+        a, b = a / power, b * power
+    return a.to(kind).contiguous().clone(), b.to(kind).contiguous().clone()
+
+
+def check_range(stored: Mapping[str, Tensor], kind: torch.dtype) -> None:
+    """Raises: ValueError for values that the dtype cannot hold."""
     wide = [path for path, half in stored.items() if not bool(half.isfinite().all())]
     if wide:
         raise ValueError(f"{wide[0]!r} exceeds the range of {kind}, {WIDER}")
-    headers = [own.metadata for own in files]
-    kept = {entry: value for entry, value in headers[0].items() if entry in _KEPT and _is_in_all(entry, value, headers)}
-    return {path: leaf.contiguous().clone() for path, leaf in stored.items()}, {"format": "pt", **kept}
 
 
-def _is_in_all(entry: str, value: str, headers: Iterable[Mapping[str, str]]) -> bool:
-    return all(header.get(entry) == value for header in headers)
+def _agreed(headers: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Entries on the model on which all headers agree."""
+    first, *others = headers
+    return {
+        entry: first[entry]
+        for entry in _KEPT
+        if entry in first and all(header.get(entry) == first[entry] for header in others)
+    }
+
+
+def _settings(modules: Iterable[Module], rank: int) -> dict[str, Any]:
+    """The settings of peft for each component, as diffusers writes them into the header."""
+    paths = dict[str, list[str]]()
+    for module in modules:
+        paths.setdefault(f"{module.part}." if module.part else "", []).append(module.path)
+    same = {"r": rank, "lora_alpha": rank, "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": False}
+    return {
+        start + name: value
+        for start, own in paths.items()
+        for name, value in {**same, "target_modules": sorted(own)}.items()
+    }

@@ -1,11 +1,11 @@
-"""Adapters of diffusers, kohya's scripts, LyCORIS and MLX as experts: their tensors by the parameters they change."""
+"""Adapters of diffusers, kohya's scripts, LyCORIS and MLX: their tensors by module, and by parameter of a base."""
 
 import json
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,10 +19,11 @@ from ..reading import DIFFUSION, DIFFUSION_INDEX, FACTOR, PIPELINE, SUFFIXES, Fo
 from ..vocabulary import HEAD, by_token
 from . import products
 from .config import CONFIG, PICKLED, WEIGHTS, config_problems, no_scales, scale_of
+from .opened import Made, Opened
 from .places import Find, Part, Place, finder, module_of, overlap
 
 DIFFUSERS, MLX = "pytorch_lora_weights.safetensors", "adapters.safetensors"
-_METADATA = "lora_adapter_metadata"  # of diffusers: settings of peft in the header, by component
+SETTINGS = "lora_adapter_metadata"  # of diffusers: settings of peft in the header, by component
 ENDS = {  # of the names of tensors, and what these are
     **{".lora_A.weight": "A", ".lora_B.weight": "B"},
     **{".lora.down.weight": "A", ".lora.up.weight": "B"},  # of older versions of diffusers
@@ -60,43 +61,6 @@ _OF_PEFT = f"give the folder of an adapter of PEFT, in which {CONFIG} says its s
 _FUSE = "write the whole model by mlx_lm.fuse, and give that"
 
 
-class Made:
-    """Tensors by name, each made of those of a file when it is read: the part of `Store` that a reader needs."""
-
-    def __init__(self) -> None:
-        self._made: dict[str, tuple[Tensor, Callable[[], Tensor]]] = {}
-        # a weight is read in chunks, each of which takes all its factors
-        self._latest = lru_cache(maxsize=4)(lambda name: self._made[name][1]())
-
-    @property
-    def names(self) -> list[str]:
-        """The names of all tensors."""
-        return list(self._made)
-
-    def add(self, name: str, like: Tensor, make: Callable[[], Tensor]) -> None:
-        """One more tensor. Args: like: a meta tensor of its shape and dtype."""
-        self._made[name] = like, make
-
-    def header(self, name: str) -> Tensor:
-        """Shape and dtype of a tensor, as a meta tensor."""
-        return self._made[name][0]
-
-    def get_tensor(self, name: str) -> Tensor:
-        """A tensor's values."""
-        return self._latest(name)
-
-
-class Opened(NamedTuple):
-    """An adapter with the names that peft gives to factors."""
-
-    config: dict[str, Any]
-    store: Any  # `Store`, `Pickled` or `Made`
-    scale: Callable[[str, int | None], float] | None  # of factors of this rank; None where settings are broken
-    problems: list[str]
-    files: dict[Path, Any]  # as `Folder.stores`
-    note: str = ""
-
-
 class Module(NamedTuple):
     """An adapted module of a file: its name there, its component, its path in it, and its tensors by what they are."""
 
@@ -115,7 +79,10 @@ def file_of(path: Path) -> Path | None:
         others = WEIGHTS, PICKLED, checkpoint.WEIGHTS, checkpoint.INDEX, PIPELINE, DIFFUSION, DIFFUSION_INDEX
         if any((path / name).exists() for name in others):
             return None
-        return next((path / name for name in (DIFFUSERS, MLX) if (path / name).is_file()), None)
+        if named := next((path / name for name in (DIFFUSERS, MLX) if (path / name).is_file()), None):
+            return named
+        files = [file for file in path.iterdir() if file.suffix in SUFFIXES]  # as in hub repositories
+        path = files[0] if len(files) == 1 and not (path / CONFIG).exists() else path
     if path.suffix not in SUFFIXES or not is_single(path):
         return None
     try:
@@ -173,8 +140,18 @@ def like_of(store: Store, name: str) -> Tensor:
     return leaf
 
 
-def modules_of(label: str, file: Path, store: Store, ends: Mapping[str, str]) -> list[Module]:
-    """The modules that a file adapts. Raises: ValueError for each tensor that is not one of a plain adapter's."""
+def modules_of(
+    label: str,
+    file: Path,
+    store: Store,
+    ends: Mapping[str, str],
+    way_out: str = "",
+) -> list[Module]:
+    """The modules that a file adapts.
+
+    Args: ends: of the names of tensors, and what these are; way_out: what to do about other tensors.
+    Raises: ValueError for each tensor that is not one of a plain adapter's.
+    """
     problems, found, others = list[str](), dict[str, Module](), dict[str, list[str]]()
     for name in store.names:
         end = next((end for end in ends if name.endswith(end)), "")
@@ -195,7 +172,7 @@ def modules_of(label: str, file: Path, store: Store, ends: Mapping[str, str]) ->
             held[ends[end]] = name
     for first, *more in others.values():
         told = and_more([repr(first), *more])
-        way = _OF_PEFT if first.startswith("base_model.") else _FUSE if ".lora_a" in ends else _UNREAD
+        way = _OF_PEFT if first.startswith("base_model.") else _FUSE if ".lora_a" in ends else way_out or _UNREAD
         problems.append(f"{label}: {file.name} holds {told}, which is not of a plain LoRA: {way}")
     alone = [module for module in found.values() if not products.is_complete(parts_of(module))]
     problems += [
@@ -233,24 +210,23 @@ def _part(module: str, *, old: bool) -> tuple[str, str]:
 
 def settings_of(label: str, store: Store, modules: Sequence[Module], problems: list[str]) -> dict[str, dict[str, Any]]:
     """The settings of peft in the header of diffusers' file, by component; errors go into ``problems``."""
-    if (text := store.metadata.get(_METADATA)) is None:
+    if (text := store.metadata.get(SETTINGS)) is None:
         return {}
     try:
         found: Any = json.loads(text)
     except ValueError as error:
         found = error
     if not isinstance(found, dict):
-        problems.append(f"{label}: {_METADATA} in its header is {found!r:.80}, must be a JSON object: save it again")
+        problems.append(f"{label}: {SETTINGS} in its header is {found!r:.80}, must be a JSON object: save it again")
         return {}
     if both := next((module.held["alpha"] for module in modules if "alpha" in module.held), ""):
-        problems.append(f"{label}: it holds {both!r} and {_METADATA} in its header, two scales: remove one of them")
+        problems.append(f"{label}: it holds {both!r} and {SETTINGS} in its header, two scales: remove one of them")
     known = dict[str, dict[str, Any]]()
     for part in dict.fromkeys(module.part for module in modules):
         start = f"{part}." if part else ""
         own = {name.removeprefix(start): value for name, value in found.items() if name.startswith(start)}
         problems += [
-            text.replace(CONFIG, f"{_METADATA} for {part}" if part else _METADATA)
-            for text in config_problems(label, own)
+            text.replace(CONFIG, f"{SETTINGS} for {part}" if part else SETTINGS) for text in config_problems(label, own)
         ]
         known |= {} if no_scales(own) else {part: own}
     return known
@@ -283,7 +259,7 @@ def scale_of_module(
     try:
         return scale_of(label, settings[module.part], module.path, rank)
     except ValueError as error:
-        raise ValueError(str(error).replace(CONFIG, _METADATA)) from None
+        raise ValueError(str(error).replace(CONFIG, SETTINGS)) from None
 
 
 def _places(

@@ -6,9 +6,10 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from .... import checkpoint
-from ..reading import Pickled, Store, foreign
+from ..reading import PICKLES, SUFFIXES, Pickled, Store, foreign
 from .config import CONFIG, PICKLED, WEIGHTS, as_lora, config_problems, is_other_kind, no_scales, scale_of
-from .other_tools import Opened, file_of
+from .opened import Opened
+from .other_tools import file_of
 
 BESIDE = "non_lora_trainables.bin", "trainable_params.bin"  # of LLaVA (its projector), of LongLoRA
 PREFIX = "base_model.model."
@@ -34,6 +35,10 @@ def weights_of(path: Path) -> Path:
 
 def opened_folder(label: str, path: Path, *, whole: bool = False) -> Opened:
     """An adapter of peft, with its problems. Raises: ValueError where there is nothing else to say."""
+    if path.suffix in SUFFIXES + PICKLES and not path.is_dir():
+        pickled = "is pickled: save its tensors by safetensors.torch.save_file"
+        what = pickled if path.suffix in PICKLES else "holds no LoRA: give the file or the folder of an adapter"
+        raise ValueError(f"{label}: {path} {what}" if path.exists() else f"{label}: there is no file {path}")
     if not path.is_dir():
         raise ValueError(
             f"{label}: {path} is not a folder: give the folder of a LoRA adapter, or a hub name owner/name"

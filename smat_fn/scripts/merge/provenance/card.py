@@ -77,13 +77,14 @@ def _options(given: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in given.items() if value not in (None, "", [], {}, ()))
 
 
-def licenses_of(base: Path, experts: Mapping[str, Path]) -> dict[str, Any]:
+def licenses_of(base: Path | None, experts: Mapping[str, Path]) -> dict[str, Any]:
     """The field ``licenses`` of a manifest: what the model cards of base and experts say; empty where none does."""
-    first, *more = folders_of(base)
+    first, *more = folders_of(base) if base is not None else [None]
     parts = {name: folders_of(path) for name, path in experts.items()}
     places = {own.name: own for own in [*more, *(own for several in parts.values() for own in several[1:])]}
     places |= {name: own for name, (own, *_) in parts.items()}
-    known = {"base": _license(first), "experts": {n: own for n, path in places.items() if (own := _license(path))}}
+    known = {"base": first and _license(first)}
+    known["experts"] = {name: own for name, path in places.items() if (own := _license(path))}
     return {"licenses": found} if (found := {name: own for name, own in known.items() if own}) else {}
 
 
@@ -155,7 +156,7 @@ def adapter_card(manifest: Mapping[str, Any]) -> str:
     text = [
         f"# LoRA adapters merged by {manifest['method']}",
         f"Method: {manifest['method']}{options}{masks}. "
-        f"Rank {'' if of_peft else 'at most '}{manifest['stored_rank']}, scale 1: the change of a matrix is BA.",
+        f"Rank {manifest['stored_rank']}, scale 1: the change of a matrix is BA.",
         f"Base: {_code(base) if base else unnamed}. It was not read.",
         "\n".join(table),
         *_other_licenses(manifest, "adapters"),

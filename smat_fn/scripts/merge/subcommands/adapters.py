@@ -142,15 +142,16 @@ def _merger(args: MergeAdapters) -> MergerConfig:
 
 def _texts(facts: Mapping[str, Any], files: Sequence[Path], inputs: Mapping[str, Sequence[Path]]) -> dict[str, str]:
     found = digests([*files, *(file for own in inputs.values() for file in own)], 1)
-    about: dict[str, Any] = {"base_model": None, "versions": {"smat_fn": __version__}}
+    places = dict(zip(facts["adapters"], (files[0] for files in inputs.values()), strict=True))
+    about: dict[str, Any]
     if files[0].name == CONFIG:
         config = json.loads(files[0].read_text(encoding="utf-8"))
-        base = config["base_model_name_or_path"]
-        named = dict(zip(facts["adapters"], (files[0].parent for files in inputs.values()), strict=True))
-        about |= {"tool": "peft", "stored_rank": config["r"]}
-        about |= {**licenses_of(Path(base), named), "base_model": model_names(Path(base))[0]} if base else {}
-    else:  # a LoRA file names no base
-        ranks = (factors.rank for factors in read_file("", files[0]).factors.values())
-        about |= {"tool": "diffusers", "stored_rank": max(ranks)}
+        about, base = {"tool": "peft", "stored_rank": config["r"]}, config["base_model_name_or_path"]
+    else:  # a LoRA file names no base, and a model card beside several files is not theirs
+        places = {name: file for name, file in places.items() if [*file.parent.glob("*.safetensors")] == [file]}
+        stored = read_file("the merged adapter", files[0]).factors
+        about, base = {"tool": "diffusers", "stored_rank": next(iter(stored.values())).rank}, None
+    about |= licenses_of(Path(base) if base else None, {name: file.parent for name, file in places.items()})
+    about |= {"base_model": model_names(Path(base))[0] if base else None, "versions": {"smat_fn": __version__}}
     manifest = {"adapter": "merged", **facts, **about, **hashes(files, inputs, found)}
     return texts(manifest, adapter_card, inputs)
