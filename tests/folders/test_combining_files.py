@@ -34,6 +34,7 @@ from .test_lora_files import (
     weights,
 )
 
+A, B = numbers(2, 6, seed=1), numbers(6, 2, seed=2)
 SHARES = {"x": 1.0, "y": 0.5}
 FILE = "pytorch_lora_weights.safetensors"
 
@@ -104,6 +105,16 @@ def test_text_encoders_and_endings_of_one_tool_are_merged(folders, tmp_path):
     )
 
 
+@pytest.mark.parametrize("start", ["", "transformer.", "diffusion_model."])
+def test_names_of_transformers_are_those_of_one_tool(start, tmp_path):
+    names = ["transformer_blocks.0.attn.to_q", "single_transformer_blocks.0.proj_out", "x_embedder"]
+    tensors = named({name: (A, B) for name in names}, start, alpha=1)
+    tensors |= named({names[0]: (A, B)}, "transformer_2.", alpha=1) if start == "transformer." else {}
+    tensors |= named({"text_model.encoder.layers.0.mlp.fc1": (A, B)}, "text_encoder_2.", alpha=1)
+    made = combined({"x": saved(tmp_path / "x.safetensors", tensors)}, tmp_path / "out", shares={})
+    assert len(made.modules) == len(tensors) // 3
+
+
 def test_halves_in_16_bits_are_of_one_size(tmp_path):
     one, two = torch.randn(64, 4, generator=torch.Generator().manual_seed(0)), torch.randn(4, 64) * 1e-4
     tensors = {"lora_unet_q.lora_down.weight": two.half(), "lora_unet_q.lora_up.weight": one.half()}
@@ -168,7 +179,6 @@ def test_dtypes_are_the_widest_and_values_stay_in_their_range(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-A, B = numbers(2, 6, seed=1), numbers(6, 2, seed=2)
 K = f"lora_unet_{flat(Q)}"
 REFUSED = {
     "other tools": (

@@ -32,7 +32,9 @@ from .other_tools import (
 
 # what programs read from the header to know the model that a file is for
 _KEPT = "ss_base_model_version", "ss_v2", "ss_network_module", "modelspec.architecture", "modelspec.implementation"
-_START = re.compile(r"lora_(unet|transformer|te)|lycoris_|(unet|transformer|prior|diffusion_model|text_encoder)[._]|")
+_START = re.compile(
+    r"lora_(?:unet|transformer|te)|lycoris_|(?:unet|transformer|prior|diffusion_model|text_encoder)(?=[_\d]*\.)|"
+)
 
 
 class LoraFile(NamedTuple):
@@ -76,7 +78,7 @@ def file_problems(files: Mapping[str, LoraFile]) -> list[str]:
     """Errors for names of different tools, which would be different modules here. Args: files: by label."""
     modules = [own for found in files.values() for own in found.modules.values()]
     starts = {module.name: (_START.match(module.name) or [""])[0] for module in modules}
-    of_denoisers = {start for start in starts.values() if start not in ("lora_te", "text_encoder_", "text_encoder.")}
+    of_denoisers = {*starts.values()} - {"lora_te", "text_encoder"}
     if len(of_denoisers) > 1 or len({start.startswith(("lora_", "lycoris_")) for start in starts.values()}) > 1:
         shown = {label: some_of({starts[name] + "*": 0 for name in found.modules}) for label, found in files.items()}
         named = ", ".join(f"{own} in {label}" for label, own in shown.items())
