@@ -32,9 +32,8 @@ from .other_tools import (
 
 # what programs read from the header to know the model that a file is for
 _KEPT = "ss_base_model_version", "ss_v2", "ss_network_module", "modelspec.architecture", "modelspec.implementation"
-_START = re.compile(
-    r"lora_(?:unet|transformer|te)|lycoris_|(?:unet|transformer|prior|diffusion_model|text_encoder)(?=[_\d]*\.)|"
-)
+_DOTTED = r"(?:unet|transformer|prior|diffusion_model|text_encoder)(?=[_\d]*\.)"
+_START = re.compile(rf"lora_(?:unet|transformer|te)|lycoris_|{_DOTTED}|")
 
 
 class LoraFile(NamedTuple):
