@@ -241,7 +241,7 @@ def test_two_transformers_of_one_pipeline_are_told_apart(folders, tmp_path):
     (tmp_path / "base/model_index.json").write_text("{}")
     found = factors(of_whole(WAN))
     file = saved(tmp_path / "x.safetensors", named(found, "diffusion_model.", alpha=2))
-    told = "does not say whether it adapts transformer or transformer_2 of base .*: give the folder of one of them as"
+    told = "may adapt transformer or transformer_2 of base .*, for which .* equal names: give the folder of one of them"
     with pytest.raises(ValueError, match=told):
         plan(TA, tmp_path / "base", {"x": file}, tmp_path / "none")
     made = merged(tmp_path / "base/transformer_2", file, tmp_path / "out")

@@ -94,7 +94,7 @@ def file_of(path: Path) -> Path | None:
 def open_foreign(label: str, file: Path, base: Folder) -> Opened:
     """The factors of a file by the parameters of base that they change; no tensor but alphas is read.
 
-    Names are those of diffusers, or flat as kohya's; those of a UNet's original code and of OpenCLIP mean the same.
+    Names are those of diffusers, or flat as kohya's; those of the original code mean the same (`finder`).
 
     Raises: ValueError that lists what is broken, unknown, not of a plain LoRA, or not in base.
     """
@@ -128,6 +128,7 @@ def open_foreign(label: str, file: Path, base: Folder) -> Opened:
 
 
 def open_store(label: str, file: Path) -> Store:
+    """A file, mapped. Raises: ValueError for one that cannot be read."""
     try:
         return Store(file)
     except (OSError, ValueError, SafetensorError) as error:
@@ -135,6 +136,7 @@ def open_store(label: str, file: Path) -> Store:
 
 
 def like_of(store: Store, name: str) -> Tensor:
+    """Shape and dtype of a tensor of `modules_of`, as a meta tensor."""
     leaf = store.header(name)
     assert leaf is not None, "`modules_of` refuses dtypes that cannot be merged"
     return leaf
@@ -145,7 +147,7 @@ def modules_of(
     file: Path,
     store: Store,
     ends: Mapping[str, str],
-    way_out: str = "",
+    way_out: str = _UNREAD,
 ) -> list[Module]:
     """The modules that a file adapts.
 
@@ -172,7 +174,7 @@ def modules_of(
             held[ends[end]] = name
     for first, *more in others.values():
         told = and_more([repr(first), *more])
-        way = _OF_PEFT if first.startswith("base_model.") else _FUSE if ".lora_a" in ends else way_out or _UNREAD
+        way = _OF_PEFT if first.startswith("base_model.") else _FUSE if ".lora_a" in ends else way_out
         problems.append(f"{label}: {file.name} holds {told}, which is not of a plain LoRA: {way}")
     alone = [module for module in found.values() if not products.is_complete(parts_of(module))]
     problems += [
@@ -282,8 +284,8 @@ def _places(
         denoiser = part in ("", "diffusion_model", *_DENOISERS)
         if denoiser and _SECOND in there and _SECOND not in parts:
             raise ValueError(
-                f"{label}: {file.name} does not say whether it adapts transformer or {_SECOND} of base {base.root}: "
-                "give the folder of one of them as base"
+                f"{label}: {file.name} may adapt transformer or {_SECOND} of base {base.root}, for which files have "
+                "equal names: give the folder of one of them as base"
             )
         names = part, *(_DENOISERS if denoiser else ())
         if known := next((name for name in names if name in there), None):
