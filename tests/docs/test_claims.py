@@ -202,14 +202,15 @@ def test_what_the_pages_say_of_tuned_strengths_is_in_the_results():
     of_four = {label: readme.paired(four["FT"], scores) for label, scores in four.items() if label != "FT"}
     over_asam = readme.paired(test["ASAM"]["All"], test["SMAT"]["All"])
     best = {label: max((fmean(test[label][n]), n) for n in (*FOUR, "WUDI")) for label in labels}
+    top = {label: f"{own[0]:.1f}" for label, own in best.items()}
     assert [best[label][1] for label in ("SMAT", "ASAM", "FT")] == ["WUDI", "TSV_MERGE", "TSV_MERGE"]
     sentences, page = " ".join(README.split()), " ".join(STUDIES.split())
     assert (
         f"SMAT, here without Scale, is {paired['SMAT']['mean']:.1f} above FT, and {over_asam['mean']:.1f} above ASAM, "
         f"which takes two passes. Most of this is by WUDI: by the four other mergers SMAT is "
         f"{of_four['SMAT']['mean']:.1f} above FT, which is not significant, and ASAM {of_four['ASAM']['mean']:.1f}, "
-        f"which is. The best merged score of SMAT is {best['SMAT'][0]:.1f} (by WUDI), of ASAM {best['ASAM'][0]:.1f} and of FT "
-        f"{best['FT'][0]:.1f} (by TSV-M). Corrected for three comparisons, SMAT's difference from FT is not significant. "
+        f"which is. The best merged score of SMAT is {top['SMAT']} (by WUDI), of ASAM {top['ASAM']} and of FT "
+        f"{top['FT']} (by TSV-M). Corrected for three comparisons, SMAT's difference from FT is not significant. "
         "With rho 0.5 and "
         f"other seeds ASAM was [{first['paired']['ASAM']['mean']:.1f} above FT]"
     ) in sentences
@@ -225,8 +226,8 @@ def test_what_the_pages_say_of_tuned_strengths_is_in_the_results():
     assert (
         f"above ASAM ({span(over_asam)}), higher than both in every seed. Corrected for three comparisons, the "
         f"difference from FT is not significant. WUDI has {wudi['SMAT']} points with SMAT's experts, {wudi['FT']} with "
-        f"FT's, and {wudi['ASAM']} with ASAM's, on which it fails. With its best merger SMAT has {best['SMAT'][0]:.1f}, "
-        f"ASAM {best['ASAM'][0]:.1f} and FT {best['FT'][0]:.1f}, both by TSV-M"
+        f"FT's, and {wudi['ASAM']} with ASAM's, on which it fails. With its best merger SMAT has {top['SMAT']}, "
+        f"ASAM {top['ASAM']} and FT {top['FT']}, both by TSV-M"
     ) in page
     assert (
         f"it is {of_four['ASAM']['mean']:.2f} above FT, significantly, SMAT {of_four['SMAT']['mean']:.2f} and MSAM "
