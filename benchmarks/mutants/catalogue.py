@@ -851,6 +851,48 @@ MUTANTS = [
         ("if i not in found and by_role", "if by_role"),
     ),
     *_of(
+        "folders/inputs/adapters/changes.py",
+        (".mul_(change.scale)", ""),
+        (".sqrt_()", ""),
+        ("size.view(-1, 1)[first : first + height]", "size.view(-1, 1)[:height]"),
+    ),
+    *_of(
+        "folders/inputs/adapters/products.py",
+        ("one(start, stop) * two(start, stop)", "one(start, stop) + two(start, stop)"),
+        ("small[places // height], large[places % height]", "small[places % len(small)], large[places // len(small)]"),
+    ),
+    *_of(
+        "folders/inputs/adapters/experts.py",
+        ("own[:2] != (wanted[0], 1)", "own[0] == 1 != wanted[0]"),
+    ),
+    *_of(
+        "folders/inputs/adapters/places.py",
+        ("Part(0, half, half, height)", "Part(0, half, 0, height)"),
+        ("initial=0)", "initial=1)"),
+        ("a.start < b.stop and b.start < a.stop", "a.start < b.stop or b.start < a.stop"),
+        ("part * shape[1] for part", "part * shape[0] for part"),
+    ),
+    *_of("folders/inputs/adapters/original_names.py", ('text.startswith("~")', "False"), ("number[0])", '"_0_")')),
+    *_of(
+        "folders/inputs/adapters/original_names.py:flat",
+        ('int(found[2]) - (side == "input")', "int(found[2])"),
+    ),
+    *_of(
+        "folders/inputs/adapters/other_tools.py",
+        ("place.part, scale / found[0])", "place.part, 1.0)"),
+        ("_SECOND not in parts", "_SECOND in parts"),
+        ("part.of_product : part.of_product + part.stop", "0 : part.stop"),
+        ("all(_T5.match(module.path) for module in parts[part])", "False"),
+    ),
+    *_of("folders/inputs/adapters/other_tools.py:scale_of_module", ("else value / rank", "else value")),
+    *_of(
+        "folders/inputs/adapters/file_factors.py",
+        ("2.0 ** round(math.log2(sizes[0] / sizes[1]) / 2)", "1.0"),
+        ("torch.tensor(float(rank))", "torch.tensor(float(factors.rank))"),
+        ("len(of_denoisers) > 1 or ", ""),
+        ("and not with_settings", ""),
+    ),
+    *_of(
         "folders/combining.py",
         ("max(factors.rank for", "min(factors.rank for"),
         ('"lora_alpha": rank', '"lora_alpha": 2 * rank'),

@@ -81,6 +81,17 @@ def test_settings_in_the_header_are_those_of_the_merged_adapter(tmp_path):
     }
 
 
+def test_settings_stand_in_for_alphas_where_one_file_has_them(folders, tmp_path):
+    one, two = (factors({Q: UNET[Q]}, seed=seed) for seed in (1, 2))
+    told = header(**{"unet.r": 2, "unet.lora_alpha": 3})
+    x = saved(tmp_path / "x.safetensors", named(one, "unet."), **told)
+    y = saved(tmp_path / "y.safetensors", named(two, "unet.", alpha=4))
+    combined({"x": x, "y": y}, tmp_path / "out")
+    assert not any(name.endswith("alpha") for name in load_file(tmp_path / "out" / FILE))
+    made = merged(unet(tmp_path / "base"), tmp_path / "out", tmp_path / "merged")
+    folders.assert_same_bits(made, changed(changed(weights(UNET), one, 1.5), two, 1.0))
+
+
 def test_one_alpha_is_an_alpha_of_every_module(folders, tmp_path):
     found = factors({Q: UNET[Q], CONV: UNET[CONV]})
     given = kohya({Q: found[Q]}, alpha=1) | kohya({CONV: found[CONV]})

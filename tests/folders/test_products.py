@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from smat_fn.config import TaskArithmetic
 from smat_fn.folders import open_folder, plan
-from smat_fn.folders.inputs.adapters import products
+from smat_fn.folders.inputs.adapters import changes, products
 from smat_fn.folders.inputs.adapters.experts import open_adapter
 
 from .test_lora_files import CONV, UNET, Q, flat, merged, numbers, of_peft, saved, unet, weights
@@ -97,7 +97,10 @@ PARTS["LoRA"] = {"A": PARTS["LoHa"][0]["hada_w1_b"], "B": PARTS["LoHa"][0]["hada
 
 @pytest.mark.parametrize("of_columns", [False, True], ids=["rows", "columns"])
 @pytest.mark.parametrize("kind", ["LoRA", "LoHa", "LoKr of kernels", "LoRA with a core"])
-def test_dora_of_lycoris_gives_rows_or_columns_their_norms_in_whatever_chunks(kind, of_columns, folders, tmp_path):
+def test_dora_of_lycoris_gives_rows_or_columns_their_norms_in_whatever_chunks(
+    kind, of_columns, folders, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(changes, "BLOCK", 8)  # two rows of a matrix at a time
     parts, whole = PARTS[kind]
     whole = parts["B"] @ parts["A"] if whole is None else whole
     path = Q if whole.ndim == 2 else CONV
