@@ -886,8 +886,11 @@ MUTANTS = [
     ),
     *_of("folders/inputs/adapters/other_tools.py:scale_of_module", ("else value / rank", "else value")),
     *_of(
-        "folders/inputs/adapters/file_factors.py",
+        "folders/inputs/adapters/factors.py",
         ("2.0 ** round(math.log2(sizes[0] / sizes[1]) / 2)", "1.0"),
+    ),
+    *_of(
+        "folders/inputs/adapters/file_factors.py",
         ("torch.tensor(float(rank))", "torch.tensor(float(factors.rank))"),
         ("len(of_denoisers) > 1 or ", ""),
         ("and not with_settings", ""),

@@ -81,6 +81,7 @@ TESTS = {
     "folders/inputs/adapters/original_names.py:flat": "tests/folders/test_lora_files.py",
     "folders/inputs/adapters/other_tools.py": "tests/folders/test_original_names.py",
     "folders/inputs/adapters/other_tools.py:scale_of_module": "tests/folders/test_lora_files.py",
+    "folders/inputs/adapters/factors.py": "tests/folders/test_combining_files.py",
     "folders/inputs/adapters/file_factors.py": "tests/folders/test_combining_files.py",
     "merge/around/pursuit.py:_pursued": "tests/merge/test_pursuit.py",
     "merge/around/pursuit.py:combined": "tests/merge/test_pursuit.py",

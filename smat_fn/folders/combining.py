@@ -14,16 +14,8 @@ from .. import __version__, checkpoint, errors
 from ..errors import some_of
 from ..merge.around.factors import Factors
 from .inputs.adapters.config import CONFIG, WEIGHTS, WHOLE
-from .inputs.adapters.factors import Held, read_adapter, stored_halves
-from .inputs.adapters.file_factors import (
-    LoraFile,
-    check_range,
-    file_problems,
-    header_notes,
-    merged_file,
-    read_file,
-    stored_as,
-)
+from .inputs.adapters.factors import Held, check_range, read_adapter, stored_as, stored_halves
+from .inputs.adapters.file_factors import LoraFile, file_problems, header_notes, merged_file, read_file
 from .inputs.adapters.other_tools import DIFFUSERS, file_of
 from .inputs.adapters.peft import PREFIX, weights_of
 from .inputs.hub import local_folder

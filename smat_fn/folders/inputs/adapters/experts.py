@@ -234,15 +234,16 @@ def _change_of(
     scale = opened.scale(module.removeprefix(PREFIX), a[0])
     swapped = fits[0] if len(fits) == 1 else embedding or transposed(leaf)
     magnitude = _magnitude_of_lycoris(label, module, shapes, leaf, wanted)
-    if magnitude is None and opened.config.get("use_dora") is True:
-        magnitude = Magnitude(f"{module}{MAGNITUDE}")
-    if magnitude is not None and (embedding or swapped or (len(wanted) > 2 and not magnitude.eps)):
+    of_peft = opened.config.get("use_dora") is True
+    if (of_peft and len(wanted) > 2) or ((of_peft or magnitude) and (embedding or swapped)):
         raise ValueError(f"{label}: DoRA of {module!r}, which is not a linear layer, is not read here: {MERGED}")
-    if magnitude is not None and not magnitude.eps and shapes.get(magnitude.name) != wanted[:1]:
-        raise ValueError(
-            f"{label}: its {CONFIG} sets use_dora to True, but {weights_of(path).name} has "
-            f"{shapes.get(magnitude.name, 'nothing')} as {magnitude.name!r} instead of {wanted[:1]}: save it again"
-        )
+    if of_peft:
+        magnitude = Magnitude(f"{module}{MAGNITUDE}")
+        if (stored := shapes.get(magnitude.name, "nothing")) != wanted[:1]:
+            raise ValueError(
+                f"{label}: its {CONFIG} sets use_dora to True, but {weights_of(path).name} has {stored} "
+                f"as {magnitude.name!r} instead of {wanted[:1]}: save it again"
+            )
     return leaf, Change(names, swapped, scale, magnitude)
 
 

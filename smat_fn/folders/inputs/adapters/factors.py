@@ -1,14 +1,18 @@
-"""The factors of LoRA adapters of PEFT without their base."""
+"""The factors of LoRA adapters of PEFT without their base, and factors as tensors to store."""
 
+import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .... import errors, tree
 from ....merge.around.factors import Factors
-from .config import MERGED, WEIGHTS, WHOLE
+from .config import MERGED, WEIGHTS, WHOLE, WIDER
 from .peft import PARTS, PREFIX, opened_folder, weights_of
 
 
@@ -73,3 +77,23 @@ def stored_halves(module: str, a: Tensor, b: Tensor, *, embedding: bool) -> dict
     """A and B of a module under the names that peft stores them as, without `PREFIX`."""
     names = (ending for ending, (_, of_embedding) in PARTS.items() if of_embedding == embedding)
     return {module + ending: half for ending, half in zip(names, (a, b), strict=True)}
+
+
+def stored_as(kind: torch.dtype, factors: Factors, rank: int) -> tuple[Tensor, Tensor]:
+    """A and B of a product of scale 1, padded with zeros to a rank, in a dtype.
+
+    In 16 bits both get about the same largest value, by a power of two, since an SVD leaves one with small values.
+    """
+    a, b = pad(factors.a, (0, 0, 0, rank - factors.rank)), pad(factors.b, (0, rank - factors.rank))
+    sizes = float(a.abs().max()), float(b.abs().max())
+    if kind.itemsize == 2 and min(sizes) > 0:
+        power = 2.0 ** round(math.log2(sizes[0] / sizes[1]) / 2)
+        a, b = a / power, b * power
+    return a.to(kind).contiguous().clone(), b.to(kind).contiguous().clone()
+
+
+def check_range(stored: Mapping[str, Tensor], kind: torch.dtype) -> None:
+    """Raises: ValueError for values that the dtype cannot hold."""
+    wide = [path for path, half in stored.items() if not bool(half.isfinite().all())]
+    if wide:
+        raise ValueError(f"{wide[0]!r} exceeds the range of {kind}, {WIDER}")

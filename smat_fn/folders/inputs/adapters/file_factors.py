@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from .... import errors
 from ....errors import some_of
 from ....merge.around.factors import Factors
 from . import original_names, products
-from .config import WHOLE, WIDER
+from .config import WHOLE
+from .factors import check_range, stored_as
 from .other_tools import (
     ENDS,
     MLX,
@@ -33,7 +33,7 @@ from .other_tools import (
 # what programs read from the header to know the model that a file is for
 _KEPT = "ss_base_model_version", "ss_v2", "ss_network_module", "modelspec.architecture", "modelspec.implementation"
 _DOTTED = r"(?:unet|transformer|prior|diffusion_model|text_encoder)(?=[_\d]*\.)"
-_START = re.compile(rf"lora_(?:unet|transformer|te)|lycoris_|{_DOTTED}|")
+_START = re.compile(rf"lora_(?:unet|transformer|te)|lycoris_|{_DOTTED}")
 
 
 class LoraFile(NamedTuple):
@@ -105,8 +105,7 @@ def merged_file(
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors and header of a file of merged factors, all of one rank and of scale 1, by alphas or settings if any.
 
-    One rank, and an alpha for every module or for none, since diffusers takes others for the ranks and alphas of
-    all modules whose name ends equally.
+    One rank, and an alpha for every module or for none: diffusers 0.42.1 reads other files with wrong scales.
 
     Raises: ValueError for values beyond the range of the widest dtype.
     """
@@ -127,26 +126,6 @@ def merged_file(
         modules = {name: own.modules[name] for own in files for name in merged if name in own.modules}
         header[SETTINGS] = json.dumps(_settings(modules.values(), rank))
     return stored, header
-
-
-def stored_as(kind: torch.dtype, factors: Factors, rank: int) -> tuple[Tensor, Tensor]:
-    """A and B of a product of scale 1, padded with zeros to a rank, in a dtype.
-
-    In 16 bits both get about the same largest value, by a power of two, since an SVD leaves one with small values.
-    """
-    a, b = pad(factors.a, (0, 0, 0, rank - factors.rank)), pad(factors.b, (0, rank - factors.rank))
-    sizes = float(a.abs().max()), float(b.abs().max())
-    if kind.itemsize == 2 and min(sizes) > 0:
-        power = 2.0 ** round(math.log2(sizes[0] / sizes[1]) / 2)
-        a, b = a / power, b * power
-    return a.to(kind).contiguous().clone(), b.to(kind).contiguous().clone()
-
-
-def check_range(stored: Mapping[str, Tensor], kind: torch.dtype) -> None:
-    """Raises: ValueError for values that the dtype cannot hold."""
-    wide = [path for path, half in stored.items() if not bool(half.isfinite().all())]
-    if wide:
-        raise ValueError(f"{wide[0]!r} exceeds the range of {kind}, {WIDER}")
 
 
 def _agreed(headers: Sequence[Mapping[str, str]]) -> dict[str, str]:
