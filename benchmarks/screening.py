@@ -28,7 +28,7 @@ from .readme import ranged, table
 COMMAND = "python -m benchmarks screening"
 SEEDS = tuple(range(111, 119))
 USED = {*range(12), *range(21, 24), *range(31, 34), *range(41, 51), *range(101, 110)}  # by protocols, searches, pilots
-USED |= {*range(131, 151), 301, *range(311, 319)}  # by later protocols, but for those of digits_length.md
+USED |= {*range(131, 151), 301, *range(311, 319), 321, 322, *range(331, 341)}  # by later protocols, 121 to 128 left out
 MERGERS: tuple[MergerConfig, ...] = (*(DIGITS.mergers[name] for name in ("wa", "ta", "ties")), TsvMerge())
 MEAN = "wa", "ta", "ties"  # what the mean is over
 COEFS = tuple(i / 10 for i in range(1, 21))

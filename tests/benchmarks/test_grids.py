@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from benchmarks import digits_lora, digits_onepass, methods, studies
+from benchmarks import digits_lora, digits_onepass, digits_passes, methods, studies
 from benchmarks.methods import Candidate
 from benchmarks.study import asked, first_rows, grids
 from benchmarks.study.grids import Axis, Grid
@@ -102,7 +102,7 @@ def test_a_choice_that_is_still_at_an_edge_ends_the_widening(monkeypatch, tmp_pa
 
 def test_every_method_of_a_study_has_as_many_candidates_and_no_seed_of_another():
     every = {name: studies.study(name, "/model", "/data", {}) for name in studies.BACKBONES}
-    every |= {"digits": digits_onepass.STUDY, "adapters": digits_lora.STUDY}
+    every |= {"digits": digits_onepass.STUDY, "adapters": digits_lora.STUDY, "passes": digits_passes.STUDY}
     seen = set()
     for study in every.values():
         assert {len(candidates) for candidates in study.protocol.grids.values()} in ({9}, {5}, {3}, {1})

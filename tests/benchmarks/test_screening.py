@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from benchmarks import digits as first_study
-from benchmarks import digits_lora, digits_methods, digits_onepass, readme, screening, when_it_pays
+from benchmarks import digits_lora, digits_methods, digits_onepass, digits_passes, readme, screening, when_it_pays
 from benchmarks.study.trial import Trial
 from smat_fn.config import Finetune, Msam, TaskArithmetic, Training
 from smat_fn.evaluate import Result
@@ -184,7 +184,8 @@ def test_bad_words_are_refused_before_any_work(tmp_path, capsys, words, told):
 
 
 def test_no_seed_of_a_protocol_is_one_of_the_screening():
-    studies = digits_onepass.STUDY.protocol, digits_lora.STUDY.protocol, digits_methods.PROTOCOL, first_study.PROTOCOL
+    widening = digits_onepass.STUDY, digits_lora.STUDY, digits_passes.STUDY
+    studies = *(study.protocol for study in widening), digits_methods.PROTOCOL, first_study.PROTOCOL
     seeds = {seed for study in studies for seed in (*study.tuning, *study.evaluation)}
     assert seeds <= screening.USED
     assert not {*screening.SEEDS} & screening.USED
