@@ -32,8 +32,9 @@ from ..merge.parts.windows import Scratch
 from ..merge.weight_average import WeightAverage
 from .inputs.adapters.peft import is_adapter
 from .inputs.opening import open_input
-from .inputs.reading import Folder, Read, load_config, reader_of_tensor, seen
+from .inputs.reading import Folder, load_config, seen
 from .inputs.side_files import CONFIG, TOKENIZER, Files, differences, files_of
+from .inputs.stored import Read, reader_of_tensor
 from .inputs.vocabulary import one_head, tokenizer_notes
 from .prepare import SHARD_SIZE, OutDtype, out_dtypes, place_problems
 from .run import Describe, Report, write_job

@@ -30,7 +30,8 @@ from ..merge.weight_average import WeightAverage
 from ..tree import dtype_name
 from .files import check_unchanged, followed
 from .inputs.diffusion import copied_metadata
-from .inputs.reading import TASKS, Folder, Read, Store, indexed
+from .inputs.reading import TASKS, Folder, indexed
+from .inputs.stored import Read, Store
 from .prepare import SHARD_SIZE, Options, prepare
 from .streaming.chunks import Job, compute_dtype, finite, looped, refuse_values, vectors_of, window_of
 from .streaming.survey import Survey

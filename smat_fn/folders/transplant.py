@@ -18,9 +18,10 @@ from ..merge.parts.windows import Scratch
 from ..merge.weight_average import WeightAverage
 from .inputs.adapters.peft import is_adapter
 from .inputs.hub import local_folder
-from .inputs.reading import Folder, Read, config_of, open_folder, seen
+from .inputs.reading import Folder, config_of, open_folder, seen
 from .inputs.side_files import Files, beside
 from .inputs.spelling import Spelling, matches, new_ids, spelling_of
+from .inputs.stored import Read
 from .inputs.tokens import (
     configured_rows,
     leaves_of_tokens,

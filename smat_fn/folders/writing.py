@@ -22,7 +22,7 @@ from torch import Tensor
 from .. import checkpoint
 from ..checkpoint import NOTE, PROGRESS, WEIGHTS, write_text
 from .files import Hashing, digests, identity
-from .inputs.reading import DTYPES
+from .inputs.stored import DTYPES
 
 log = logging.getLogger(__name__)
 _sync = getattr(os, "fdatasync", os.fsync)  # macOS has none

@@ -7,7 +7,8 @@ import torch
 
 from smat_fn import execution
 from smat_fn.config import TaskArithmetic
-from smat_fn.folders.inputs.reading import Folder, Stored, reader_of_tensor
+from smat_fn.folders.inputs.reading import Folder
+from smat_fn.folders.inputs.stored import Stored, reader_of_tensor
 from smat_fn.folders.streaming.chunks import Job, looped, write_order
 from smat_fn.merge.parts.merger import Rule
 from smat_fn.merge.parts.windows import ROWS, SPAN, InPlace, Scratch

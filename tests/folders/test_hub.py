@@ -104,11 +104,11 @@ def test_shapes_are_checked_from_headers_before_weights_are_downloaded(hub, mode
     assert {span for method, path, span in hub.asked if method == "GET" and path.endswith(".safetensors")} == {
         "bytes=0-100000"
     }
-    (models / "two/config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    (models / "two/config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
     hub.add("owner/two", models / "two")
     for options in ({}, {"partial": True}):
         with pytest.raises(
-            ValueError, match=r"owner/two is quantised \(fp8, says its config.json\): .*nothing is downloaded"
+            ValueError, match=r"owner/two is quantised \(awq, says its config.json\): .*nothing is downloaded"
         ):
             plan(TA, "owner/base", {"x": "owner/one", "y": "owner/two"}, tmp_path / "out", **options)
     (models / "lora").mkdir()

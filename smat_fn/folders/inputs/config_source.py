@@ -12,7 +12,7 @@ from ... import errors
 from .heads import head_files, head_notes
 from .hub import local_folder
 from .opening import RESERVED, key_of, roots_of
-from .reading import Folder, config_of, load_config, refused_by_config
+from .reading import Folder, load_config
 from .side_files import TOKENIZER, Files, beside, chosen_template, differences, files_of
 from .tokens import Aligned, Tokens, aligned, without_tokenizer
 from .vocabulary import tokenizer_notes
@@ -94,9 +94,6 @@ class Sources:
             config = roots.get(given) or local_folder("config_from", Path(given))
             if load_config(config) is None and self.config_from is not None:
                 problems.append(f"config_from is {given!r}: {config} has no config.json")
-            problems += (
-                refused_by_config(f"config_from {given!r}", config, config_of(config)) if given != "base" else []
-            )
             return head_files(self.heads, {name: roots[key_of(name)] for name in self.heads}) | beside(
                 start.root,
                 config,

@@ -14,8 +14,10 @@ from ...tree import unwrapped
 from .adapters.config import CONFIG as ADAPTER
 from .adapters.peft import BESIDE
 from .optional_leaves import as_base_spells, may_be_spare, recast
-from .reading import DTYPES, PICKLED, PICKLES, SUFFIXES, config_of, open_folder, refused_by_config
+from .quantised import refused_by_config
+from .reading import PICKLED, PICKLES, SUFFIXES, config_of, open_folder
 from .stacks import folders_of
+from .stored import DTYPES
 from .towers import part_config
 from .vocabulary import HEAD, by_token
 

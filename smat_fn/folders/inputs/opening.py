@@ -19,9 +19,10 @@ from .hub import header_problems, local_folder, unavailable
 from .lineage import strangers
 from .naming import Naming, namings
 from .optional_leaves import as_base_spells, computed, with_bases
-from .reading import PIPELINE, Folder, Read, open_folder
+from .reading import PIPELINE, Folder, open_folder
 from .side_files import differences
 from .stacks import adapted_by, stack_parts, stacked
+from .stored import Read
 from .towers import fitted, prefix_of
 from .vision_language import inside
 from .vocabulary import HEAD, fit_rows, one_head, tokenizer_notes

@@ -1,40 +1,24 @@
-"""Checkpoint folders in Hugging Face's layout: headers first, then flat ranges of leaves from mapped files."""
+"""Checkpoint folders in Hugging Face's layout, opened by the headers of their files."""
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from fnmatch import fnmatch
-from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
-import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from ...checkpoint import INDEX, WEIGHTS, read_json
-from ...errors import first_line, some_of
-from ...tree import dtype_name, unwrapped
+from ...errors import some_of
+from ...tree import unwrapped
 from ..files import Identity, identity
+from .quantised import dequantised, refused
+from .stored import FLOAT8, SAFE, Pickled, Read, Store, Stored
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 DIFFUSION, PIPELINE = "diffusion_pytorch_model.safetensors", "model_index.json"  # of diffusers
 DIFFUSION_INDEX = f"{DIFFUSION}.index.json"
 MODULES, ROUTER = "modules.json", "router_config.json"  # of sentence-transformers
@@ -45,110 +29,8 @@ TASKS = "tasks.json"  # of models of several tasks: see `several`
 _OF_TRAINERS = "training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt"  # beside weights
 _SHARDED = "pytorch_model_fsdp_*", "global_step*", "*.distcp"
 _STARTS = WEIGHTS, INDEX, "adapter_config.json", PICKLED, PICKLED_INDEX
-_QUANTISED = (  # last parts of leaf names: GPTQ and AWQ, bitsandbytes, compressed-tensors, fp8, HQQ, MXFP4
-    *("qweight", "qzeros", "g_idx"),
-    *("SCB", "absmax", "quant_map", "nested_absmax", "bitsandbytes__nf4", "bitsandbytes__fp4"),
-    *("weight_packed", "weight_scale", "weight_zero_point", "weight_scale_inv", "W_q"),
-)
 _SHARD = re.compile(r"-\d+-of-\d+\.(safetensors|sft|bin)$")
 FACTOR = re.compile(r"\.(lora[._]|lora_linear_layer\.|hada_|lokr_)|_lora\.(down|up)\.")  # LoRA, LoHa, LoKr
-_DEQUANTISED = "merge the checkpoint it was made from, or a dequantised copy"
-_SAFE = "save the state dict with safetensors.torch.save_file, or the model with save_pretrained"
-_POINTER = b"version https://git-lfs."
-_MODEL = re.compile(r"(model|module|net|network|state_dict|params)(_.+)?|.+_state_dict|ema")  # keys of training scripts
-
-Read: TypeAlias = Callable[[int, int], Tensor]  # flat coordinates [start, stop) of a leaf
-
-
-class Store:
-    """A mapped safetensors file. Tensors just read stay mapped: mapping one costs as much as a small chunk."""
-
-    def __init__(self, file: Path) -> None:
-        self.identity = identity(_regular(file))
-        store: Any = safe_open(file, framework="pt")
-        self.get_tensor: Callable[[str], Tensor] = lru_cache(maxsize=4)(store.get_tensor)
-        self.names: list[str] = store.offset_keys()
-        self.metadata: dict[str, str] = store.metadata() or {}
-        self._slice = store.get_slice
-
-    def code(self, name: str) -> str:
-        """How a tensor is stored: "BF16"."""
-        return self._slice(name).get_dtype()
-
-    def header(self, name: str) -> Tensor | None:
-        """Shape and dtype of a tensor, as a meta tensor; None for a dtype that cannot be merged."""
-        code = self.code(name)
-        shape = self._slice(name).get_shape()
-        try:
-            return torch.empty(shape, dtype=DTYPES[code], device="meta") if code in DTYPES else None
-        except RuntimeError:  # a shape such as (0, 2**62, 2**62), whose strides torch cannot count
-            return None
-
-
-def _regular(file: Path) -> Path:
-    """The file. Raises: OSError for a folder or a pipe, which would never end; ValueError for a pointer of Git LFS."""
-    if file.exists() and not file.is_file():
-        raise OSError("it is not a file")
-    with suppress(OSError), file.open("rb") as found:
-        if found.read(len(_POINTER)) == _POINTER:  # what git leaves in place of a file that it did not fetch
-            raise ValueError(f"{file} is a pointer of Git LFS: fetch the file by git lfs pull")
-    return file
-
-
-def _named(found: object) -> bool:
-    """Whether an object is a dict of tensors by name."""
-    return isinstance(found, dict) and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in found.items())
-
-
-def _plain(leaf: Tensor) -> bool:
-    """Whether a tensor's values lie in memory as its shape says: not for one that is sparse, nested or meta."""
-    return leaf.layout is torch.strided and not leaf.is_nested and not leaf.is_meta
-
-
-def _inner(found: object) -> dict[str, dict[str, Tensor]]:
-    """The state dicts in the dict of a training script, beside its epoch and its optimizer."""
-    if not isinstance(found, dict) or _named(found):
-        return {}
-    return {key: own for key, own in found.items() if _named(own) and own and _MODEL.fullmatch(str(key))}
-
-
-class Pickled:
-    """A mapped file of ``torch.save``, read without running any of its code."""
-
-    def __init__(self, file: Path) -> None:
-        self.identity = identity(_regular(file))
-        try:
-            found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:  # pickle's, zip's, torch's
-            raise ValueError(
-                f"{file} holds pickled weights that cannot be read safely ({first_line(error)}): {_SAFE}"
-            ) from error
-        inner = _inner(found)
-        if len(inner) > 1:
-            raise ValueError(f"{file} holds several sets of weights, {', '.join(map(repr, inner))}: {_SAFE}")
-        found = next(iter(inner.values()), found)
-        if not _named(found):
-            keys = some_of(map(repr, found)) if isinstance(found, dict) else ""
-            what = f"a dict of {keys}" if keys else f"a {type(found).__name__}"
-            raise ValueError(f"{file} holds {what}, not pickled weights by name: {_SAFE}")
-        if odd := next((name for name, leaf in found.items() if not _plain(leaf)), None):
-            raise ValueError(f"{file} holds {odd!r}, a tensor that is sparse, nested or without values (meta): {_SAFE}")
-        self._leaves = found
-        self.names: list[str] = list(found)
-        self.metadata: dict[str, str] = {}
-
-    def get_tensor(self, name: str) -> Tensor:
-        """A leaf as a memory-mapped tensor."""
-        return self._leaves[name].detach()
-
-    def code(self, name: str) -> str:
-        """How a tensor is stored: "bfloat16"."""
-        return dtype_name(self._leaves[name])
-
-    def header(self, name: str) -> Tensor | None:
-        """Shape and dtype of a leaf, as `Store.header`."""
-        leaf = self._leaves[name]
-        return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if leaf.dtype in DTYPES.values() else None
 
 
 class Folder(NamedTuple):
@@ -236,7 +118,7 @@ def open_folder(label: str, path: Path) -> Folder:
         stores[file] = store
         problems += [] if names is None else _misplaced(f"{label}: {file}", store.names, names)
         for name in store.names:
-            if (leaf := store.header(name)) is None:
+            if (leaf := store.header(name, FLOAT8)) is None:
                 problems.append(
                     f"{label}: parameter {name!r} is stored as {store.code(name)}, which cannot be merged: "
                     "convert the checkpoint to bfloat16, float16 or float32"
@@ -248,7 +130,10 @@ def open_folder(label: str, path: Path) -> Folder:
                     f"{label}: {path} holds {other!r} and {name!r}, one parameter without its wrapper: save one"
                 )
             leaves[own], reads[own] = leaf, Stored(store, name)
-    problems += _quantised(label, [path, *(path / prefix for prefix in modules)], leaves)
+    configs = {place: config_of(place) for place in (path, *(path / prefix for prefix in modules))}
+    opened = dequantised(label, leaves, reads, configs[path], problems)
+    leaves = opened.leaves
+    problems += refused(label, configs, leaves)
     if path.is_file() and (factor := next(filter(FACTOR.search, leaves), None)):
         problems.append(
             f"{label}: {path} holds factors of an adapter ({factor!r}), not weights: give it as an expert of the model "
@@ -262,7 +147,8 @@ def open_folder(label: str, path: Path) -> Folder:
     outputs |= {"": DIFFUSION} if _main(own_files) == DIFFUSION else {}
     note = f"{label} holds an adapter beside its weights, which is left out: merge the adapter first if it is to count"
     beside = (path / "adapter_config.json").is_file()
-    return Folder(label, leaves, reads, stores, path, outputs=outputs, note=note if beside else "")
+    found = Folder(label, leaves, opened.reads, stores, path, outputs=outputs)
+    return found.noted(note if beside else "", opened.note)
 
 
 def _misplaced(where: str, there: Iterable[str], placed: Collection[str]) -> list[str]:
@@ -321,29 +207,6 @@ def is_single(path: Path) -> bool:
         path.name in (WEIGHTS, DIFFUSION, PICKLED) and (path.parent / "config.json").exists()
     )
     return path.is_file() and not of_folder
-
-
-@dataclass(frozen=True)
-class Stored:
-    """Reads coordinates of a stored tensor; ``store`` has `Store.get_tensor`."""
-
-    store: Any
-    name: str
-
-    def __call__(self, start: int, stop: int) -> Tensor:
-        found: Tensor = self.store.get_tensor(self.name).reshape(-1)[start:stop]
-        return found
-
-    def mapped(self) -> Tensor | None:
-        """All of them, flat, in the memory of the mapped file; None where their order or address is another one."""
-        found: Tensor = self.store.get_tensor(self.name)
-        usual = found.is_contiguous() and found.data_ptr() % found.itemsize == 0
-        return found.view(-1) if usual else None
-
-
-def reader_of_tensor(leaf: Tensor) -> Read:
-    """A function that reads coordinates of a tensor in memory."""
-    return lambda start, stop: leaf.reshape(-1)[start:stop]
 
 
 def _files(label: str, path: Path, problems: list[str], whole: Collection[Path]) -> dict[Path, set[str] | None]:
@@ -446,7 +309,7 @@ def foreign(path: Path, only: str = "*") -> str:
         return f"holds no weights, but its folders {some_of(inner)} do: give one of them"
     names = [name for name in names if name not in _OF_TRAINERS]
     if only == "*" and (found := [name for name in names if name.endswith(PICKLES) and not _SHARD.search(name)]):
-        return f"holds pickled weights under the name {found[0]}: give this file if it is a state dict, or {_SAFE}"
+        return f"holds pickled weights under the name {found[0]}: give this file if it is a state dict, or {SAFE}"
     if found := [name for name in names if name.endswith(".gguf")]:
         return f"{verb} a GGUF file ({found[0]}), whose weights are quantised: merge the original checkpoint"
     if TASKS in names:
@@ -471,29 +334,3 @@ def foreign(path: Path, only: str = "*") -> str:
         )
         return f"holds {alone if len(found) == 1 else several}"
     return f"holds neither {WEIGHTS} nor {INDEX}: give the folder of a checkpoint"
-
-
-def quantised_by(config: Mapping[str, Any]) -> str:
-    """The method of quantisation that a config.json names; "" for a model that is not quantised."""
-    names = "quantization_config", "quantization", "compression_config"  # of MLX; of older compressed-tensors
-    asked = next((own for name in names if (own := config.get(name))), None)
-    return str(asked.get("quant_method", "unknown method") if isinstance(asked, dict) else asked or "")
-
-
-def refused_by_config(label: str, path: Path, config: Mapping[str, Any]) -> list[str]:
-    """An error for a checkpoint whose config.json says that it is quantised."""
-    method = quantised_by(config)
-    return [f"{label}: {path} is quantised ({method}, says its config.json): {_DEQUANTISED}"] if method else []
-
-
-def _quantised(label: str, places: Sequence[Path], leaves: Mapping[str, Tensor]) -> Iterator[str]:
-    """An error for a quantised checkpoint; ``places`` are its folder and those of its components."""
-    told = [text for place in places for text in refused_by_config(label, place, config_of(place))]
-    if told:
-        yield from told
-        return
-    for name, leaf in leaves.items():
-        packed = not leaf.is_floating_point() and name.endswith((".weight", "_blocks"))  # of MLX uint32
-        if packed or name.rpartition(".")[2] in _QUANTISED:
-            yield f"{label}: {places[0]} is quantised (it holds parameter {name!r}, {dtype_name(leaf)}): {_DEQUANTISED}"
-            return

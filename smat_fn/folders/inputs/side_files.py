@@ -11,6 +11,7 @@ import torch
 
 from ...checkpoint import read_json
 from ...errors import problems_of
+from .quantised import CONFIGURED
 from .reading import MODULES, PIPELINE, ROUTER, SUFFIXES, config_of, load_config, module_folders
 from .towers import compared
 from .vocabulary import FITTED
@@ -108,6 +109,9 @@ def beside(
         before = config_of(config)
         after = before | dict(changes)
         after |= {field: name for field in ("dtype", "torch_dtype") if name is not None and field in before}
+        after = {
+            field: value for field, value in after.items() if field not in CONFIGURED
+        }  # weights are read as values
         if (after := _renumbered(after, numbers)) != before or dtype is not None:
             files["config.json"] = _json(after)
     if numbers and "generation_config.json" in files:

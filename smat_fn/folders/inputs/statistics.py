@@ -10,7 +10,8 @@ from ...checkpoint import STATISTICS
 from ...merge.parts.inputs import statistics_problems
 from .adapters.peft import is_adapter
 from .hub import local_folder
-from .reading import Folder, Store, open_folder
+from .reading import Folder, open_folder
+from .stored import Store
 
 
 def with_statistics(

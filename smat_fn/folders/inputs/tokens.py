@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ... import errors
 from .optional_leaves import may_be_copy
-from .reading import Folder, Read, config_of
+from .reading import Folder, config_of
 from .side_files import TOKENIZER, Files, files_of
+from .stored import Read
 from .vocabulary import by_token
 
 Tokens: TypeAlias = Mapping[str, Mapping[str, Any]]  # by token: "model" (and "token" or "id" there) or "zero"; "force"

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ...checkpoint import read_json
-from .reading import Folder, Read, config_of
+from .reading import Folder, config_of
+from .stored import Read
 
 Vocabulary: TypeAlias = Literal["error", "base-rows", "pad-with-base"]
 HEAD = "lm_head.weight"

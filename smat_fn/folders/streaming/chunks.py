@@ -17,7 +17,8 @@ from ...merge.parts.merger import Mapped, Merger, Rule
 from ...merge.parts.windows import ROWS, SPAN, InPlace, Scratch, spans, windows
 from ...merge.parts.windows import each_window as each_of
 from ..files import Identity
-from ..inputs.reading import Folder, Stored
+from ..inputs.reading import Folder
+from ..inputs.stored import Stored
 
 T = TypeVar("T")
 ON_DEVICE = 1 << 27  # coordinates of a chunk on a GPU: of fewer the launches take longer than the work

@@ -12,7 +12,8 @@ from torch import Tensor
 from ...checkpoint import STATISTICS
 from ...merge.parts.chunks import BYTES_PER_COORDINATE, row_length
 from ...merge.parts.windows import in_order
-from ..inputs.reading import Folder, reader_of_tensor
+from ..inputs.reading import Folder
+from ..inputs.stored import reader_of_tensor
 from .chunks import Job, rule_of, write_order
 from .survey import Survey
 

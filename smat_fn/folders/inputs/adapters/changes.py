@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ....execution import unrounded
-from ..reading import Read
+from ..stored import Read
 from . import products
 
 BLOCK = 1 << 15  # coordinates of one matrix product: its shape decides the last bit, so it is not an option

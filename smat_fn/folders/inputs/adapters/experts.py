@@ -12,7 +12,8 @@ from torch import Tensor
 
 from .... import checkpoint, errors, tree
 from ..naming import namings
-from ..reading import Folder, Pickled, Store, Stored, config_of
+from ..reading import Folder, config_of
+from ..stored import Pickled, Store, Stored
 from ..vocabulary import HEAD, by_token
 from . import products
 from .changes import Change, Magnitude, changed

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from .... import checkpoint, errors
 from ....errors import and_more, some_of
-from ..reading import DIFFUSION, DIFFUSION_INDEX, FACTOR, PIPELINE, SUFFIXES, Folder, Store, config_of, is_single
+from ..reading import DIFFUSION, DIFFUSION_INDEX, FACTOR, PIPELINE, SUFFIXES, Folder, config_of, is_single
+from ..stored import Store
 from ..vocabulary import HEAD, by_token
 from . import products
 from .config import CONFIG, PICKLED, WEIGHTS, config_problems, no_scales, scale_of

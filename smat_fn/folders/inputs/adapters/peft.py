@@ -6,7 +6,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from .... import checkpoint
-from ..reading import PICKLES, SUFFIXES, Pickled, Store, foreign
+from ..reading import PICKLES, SUFFIXES, foreign
+from ..stored import Pickled, Store
 from .config import CONFIG, PICKLED, WEIGHTS, as_lora, config_problems, is_other_kind, no_scales, scale_of
 from .opened import Opened
 from .other_tools import file_of

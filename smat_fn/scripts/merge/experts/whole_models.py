@@ -11,7 +11,8 @@ from ....folders import read_inputs
 from ....folders.inputs.naming import Naming
 from ....folders.inputs.opening import local_folder, place_of
 from ....folders.inputs.optional_leaves import computed, copy_of, predicts_ahead
-from ....folders.inputs.reading import Folder, config_of, reader_of_tensor
+from ....folders.inputs.reading import Folder, config_of
+from ....folders.inputs.stored import reader_of_tensor
 from ....merge.parts.inputs import Leaves
 from ....suites import SUITES, Suite, describe_options
 from ....tree import dtype_name
