@@ -31,6 +31,10 @@ class _Many:
             return type(self)(map(tree.as_vectors(lambda leaf: number * leaf), self.leaves))
         return type(self)(torch._foreach_mul(self.leaves, number))
 
+    def copy_(self, other: Self) -> Self:
+        torch._foreach_copy_(self.leaves, other.leaves)
+        return self
+
     def to(self, dtype: torch.dtype) -> Self:
         if self.leaves[0].dtype == dtype:
             return self
@@ -41,7 +45,9 @@ class _Many:
         return type(self)(made)
 
 
-def elementwise(fn: Callable[..., Any], first: Params, *rest: Params, wide: bool = False) -> Params:
+def elementwise(
+    fn: Callable[..., Any], first: Params, *rest: Params, wide: bool = False, donate: bool = False
+) -> Params:
     """``fn(leaf, *other_leaves)`` in float32 (float64 where a leaf is), rounded once to the first tree's dtypes.
 
     Args:
@@ -49,6 +55,7 @@ def elementwise(fn: Callable[..., Any], first: Params, *rest: Params, wide: bool
         first: a tree.
         rest: trees of its structure and shapes.
         wide: do not round.
+        donate: write over the leaves of ``first``, which are the result; not under a transform.
 
     Raises:
         ValueError: for trees of other leaves.
@@ -59,6 +66,8 @@ def elementwise(fn: Callable[..., Any], first: Params, *rest: Params, wide: bool
         kinds = [leaf.leaves[0] if isinstance(leaf, _Many) else leaf for leaf in leaves]
         dtype = tree.compute_dtype(*kinds)
         made = fn(*(leaf.to(dtype) for leaf in leaves))
+        if donate:
+            return leaves[0].copy_(made)
         return made if wide else made.to(kinds[0].dtype)
 
     alike = all(leaves.keys() == trees[0].keys() for leaves in trees)  # else `tree_map` says what differs

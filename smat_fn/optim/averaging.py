@@ -1,6 +1,7 @@
 """The average of the parameters over the steps of a training run, kept beside any optimizer."""
 
 import re
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from .. import tree
 from ..execution import no_grad, refuse_donation, transformed
+from ..grouped import elementwise
 from ..types import Optimizer, Params, PerStep
 
 
@@ -58,26 +60,33 @@ def averaged(optimizer: Optimizer, weight: PerStep) -> Optimizer:
 
     @no_grad
     def update(grads: Params, state: AveragedState, params: Params, **options: Any) -> tuple[Params, AveragedState]:
-        refuse_donation("averaged", bool(options.get("donate")))
+        donate = bool(options.get("donate"))
+        refuse_donation("averaged", donate)
         tree.check_kind(state, "step", "average", "optimizer")
         tree.check_state(tree.flatten(params), average=tree.flatten(state.average))
         params, inner = optimizer.update(grads, state.optimizer, params, **options)
         rate, average = weight(state.step), state.average
 
-        def moved(mean: Tensor, theta: Tensor) -> Tensor:
-            if isinstance(rate, Tensor):
-                wide = theta.to(mean.dtype)
-                return torch.where(rate == 1, wide, mean + (wide - mean) * rate.to(mean.device, mean.dtype))
-            if rate == 1:
-                return mean.copy_(theta) if options.get("donate") else theta.to(mean.dtype, copy=True)
-            step = (theta.to(mean.dtype) - mean).mul_(rate)
-            return mean.add_(step) if options.get("donate") else mean + step
+        def copied(mean: Tensor, theta: Tensor) -> Tensor:
+            return mean.copy_(theta) if donate else theta.to(mean.dtype, copy=True)
 
-        if isinstance(rate, Tensor) or rate:
-            average = tree.tree_map(moved, average, params)
+        def blended(mean: Any, theta: Any) -> Any:
+            return mean + rate * (theta - mean)
+
+        if isinstance(rate, Tensor):
+            average = tree.tree_map(partial(_moved, rate), average, params)
+        elif rate == 1:
+            average = tree.tree_map(copied, average, params)
+        elif rate:
+            average = elementwise(blended, average, params, donate=donate)
         return params, AveragedState(tree.counter(state.step + 1, params), average, inner)
 
     return Optimizer(init, update)
+
+
+def _moved(rate: Tensor, mean: Tensor, theta: Tensor) -> Tensor:
+    wide = theta.to(mean.dtype)
+    return torch.where(rate == 1, wide, mean + (wide - mean) * rate.to(mean.device, mean.dtype))
 
 
 def ema(decay: float) -> PerStep:

@@ -45,6 +45,17 @@ def test_groups_have_the_bits_of_one_leaf_at_a_time(dtypes, group, monkeypatch):
     torch.testing.assert_close(first, given, rtol=0, atol=0)  # inputs stay as they are
 
 
+@pytest.mark.parametrize("dtypes", DTYPES, ids=["float32", "bfloat16", "float16", "float64", "several"])
+@pytest.mark.parametrize("group", [1, 1 << 26])
+def test_donated_leaves_take_the_result(dtypes, group, monkeypatch):
+    monkeypatch.setattr(grouped, "WIDE", group)
+    first, second = trees(dtypes)
+    expected = tree.tree_map(one_at_a_time, first, second)
+    found = grouped.elementwise(formula, first, second, donate=True)
+    assert all(found[path] is leaf for path, leaf in first.items())
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def test_trees_of_two_dtypes_are_computed_in_the_wider_and_rounded_to_the_first():
     (first, _), (_, second) = trees([torch.bfloat16]), trees([torch.float64])
     found = grouped.elementwise(formula, first, second)

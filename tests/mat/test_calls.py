@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from smat_fn import grad, optim, random, tree
 from smat_fn.mat import asam, finetune, l2sp, smat
 from smat_fn.ops import launch, library
+from smat_fn.optim.averaging import averaged, ema
 from smat_fn.types import Micro
 
 from ..parallel.devices import FIRST, SECOND, Placed, Places
@@ -62,6 +63,7 @@ BY_GROUPS = {
     "mixed": (smat, {"lam": 0.5}, 2),
     "of update": (smat, {"period": 1, "sigma_of": "update"}, 1),
     "l2sp": (l2sp, {}, 1),
+    "averaged": (finetune, {}, 1),
 }
 
 LAUNCHES = {"smat": 3, "smat clean": 2, "finetune": 2, "asam": 4}
@@ -75,6 +77,7 @@ def around(name, layers, *, inside, mixed=False, weights=()):
     if mixed:
         base["model.norm.weight"] = base["model.norm.weight"].double()
     optimizer = optim.adamw(1e-3, weight_decay=0.1, fused=True)
+    optimizer = averaged(optimizer, ema(0.9)) if name == "averaged" else optimizer
     updates = method.build(loss, optimizer, base, max_grad_norm=0.1, donate=True, **options)
     state, _ = updates.update(key, updates.init(base), batch)
     with Calls() as own:
