@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import shutil
 from pathlib import Path
 
 import huggingface_hub
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from smat_fn import checkpoint
 from smat_fn.config import TaskArithmetic
 from smat_fn.folders import merge_folders, plan
-from smat_fn.folders.inputs.hub import push, push_problems
+from smat_fn.folders.inputs.hub import push, push_problems, remote_of
 from smat_fn.models import pretrained
 from smat_fn.scripts.merge import on_disk
 from smat_fn.scripts.merge.settings import Moe
@@ -74,6 +75,44 @@ def test_names_and_revisions_are_downloaded_without_pickles(hub, models, tmp_pat
     assert not [path for path in hub.downloaded() if path.endswith(".bin")]
     with pytest.raises(ValueError, match="expert 'x': there is no folder owner/one@v3, and the hub did not give"):
         plan(TA, "owner/base", {"x": "owner/one@v3"}, tmp_path / "none")
+
+
+def test_one_file_of_a_repository_is_downloaded_alone(hub, models, tmp_path):
+    many = tmp_path / "many"
+    (many / "styles").mkdir(parents=True)
+    for name, source in {"one": "one", "styles/two": "two"}.items():
+        (many / f"{name}.safetensors").write_bytes((models / source / "model.safetensors").read_bytes())
+    hub.add("owner/many", many)
+    hub.add("owner/many", models / "base", revision="v2")
+    folders = {"x": models / "one", "y": models / "two"}
+    merge_folders(TA, models / "base", folders, tmp_path / "local")
+    given = {"x": "owner/many/one.safetensors", "y": "owner/many@main/styles/two.safetensors"}
+    for _ in range(2):  # the second time from the cache
+        merge_folders(TA, "owner/many@v2/model.safetensors", given, tmp_path / "out")
+        assert bits(tmp_path / "out") == bits(tmp_path / "local")
+        shutil.rmtree(tmp_path / "out")
+    fetched = [path.rpartition("/resolve/")[2] for path in hub.downloaded()]
+    assert sorted(fetched) == ["main/one.safetensors", "main/styles/two.safetensors", "v2/model.safetensors"]
+    told = r"repository owner/many has no file three.safetensors: its weights are one.safetensors, styles/two.safe"
+    with pytest.raises(ValueError, match=told):
+        plan(TA, models / "base", {"x": "owner/many/three.safetensors"}, tmp_path / "none")
+    with pytest.raises(ValueError, match=r"repository owner/none/one.safetensors|hub did not give"):
+        plan(TA, models / "base", {"x": "owner/none/one.safetensors"}, tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("owner/name", ("owner/name", None, None)),
+        ("owner/name@v2", ("owner/name", "v2", None)),
+        ("owner/name/a/b.safetensors", ("owner/name", None, "a/b.safetensors")),
+        ("owner/name@v2/b.sft", ("owner/name", "v2", "b.sft")),
+        *((text, None) for text in ("name", "../owner/name", "/owner/name", "owner/b.safetensors", "owner/name/b.bin")),
+        *((text, None) for text in ("owner/name/folder", "../name/b.safetensors", "owner/b.pt")),
+    ],
+)
+def test_what_is_a_hub_name(text, expected):
+    assert remote_of(Path(text)) == expected
 
 
 def test_a_model_is_loaded_at_its_revision(hub, tmp_path):

@@ -3,11 +3,11 @@
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ...errors import first_line
+from ...errors import first_line, some_of
 from ...merge.parts.inputs import Leaves, fit_problems
 from ...progress import downloading
 from ...tree import unwrapped
@@ -21,7 +21,7 @@ from .stored import DTYPES
 from .towers import part_config
 from .vocabulary import HEAD, by_token
 
-_NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?")
+_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?(/(?P<file>.+))?")
 _FILES = [
     *("*.safetensors", "*.json", "*.model", "*.txt", "*.tiktoken", "*.spm", "*.jinja", "*.py", "*.codes"),
     *("*.tokenizer", "README.md", *BESIDE),  # the last ones are not read: with them an adapter is refused
@@ -29,16 +29,32 @@ _FILES = [
 _PICKLES = PICKLED, "pytorch_model-*.bin", "adapter_model.bin"
 
 
-def repository_of(path: Path) -> str | None:
-    """``owner/name`` of a hub name, without its revision; None for anything on disk or of another form."""
-    name = str(path)
-    if path.suffix in SUFFIXES + PICKLES:  # a file that is missing
+class Remote(NamedTuple):
+    """What a hub name says."""
+
+    repository: str  # owner/name
+    revision: str | None
+    file: str | None  # of safetensors, by its path in the repository
+
+
+def remote_of(path: Path) -> Remote | None:
+    """The hub name ``owner/name``, ``owner/name@revision`` or one with ``/FILE``; None for others and paths on disk."""
+    found = _NAME.fullmatch(str(path))
+    if found is None or path.exists() or str(path).startswith("."):
         return None
-    return None if path.exists() or not _NAME.fullmatch(name) or name.startswith(".") else name.partition("@")[0]
+    remote = Remote(**found.groupdict())
+    named = path.suffix in SUFFIXES if remote.file is not None else path.suffix not in SUFFIXES + PICKLES
+    return remote if named else None
+
+
+def repository_of(path: Path) -> str | None:
+    """``owner/name`` of a hub name; None for anything on disk or of another form."""
+    remote = remote_of(path)
+    return None if remote is None else remote.repository
 
 
 def local_folder(label: str, path: Path, *, fetch: bool = True) -> Path:
-    """The folder itself, or that of a hub repository ``owner/name`` or ``owner/name@revision`` in the hub's cache.
+    """The path itself, or the folder of a hub repository in the hub's cache, or one file of it (`remote_of`).
 
     Weights (pickled ones where there are no safetensors), configuration, tokenizer, code, which is never run, and
     README.md are fetched; a broken connection is resumed. HF_HUB_OFFLINE, and ``fetch`` off, take them from the cache
@@ -46,14 +62,16 @@ def local_folder(label: str, path: Path, *, fetch: bool = True) -> Path:
 
     Raises: ValueError if there is neither a folder nor a repository of this name, or the hub cannot be reached.
     """
-    if (repository := repository_of(path)) is None:
+    if (remote := remote_of(path)) is None:
         return path
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import hf_hub_download, snapshot_download
 
     local: dict[str, Any] = {} if fetch else {"local_files_only": True}
     try:
-        asked = {"repo_id": repository, "revision": _revision(path), **local}
-        with downloading(repository):
+        asked = {"repo_id": remote.repository, "revision": remote.revision, **local}
+        with downloading(remote.repository):
+            if remote.file is not None:
+                return Path(hf_hub_download(**asked, filename=remote.file))
             folder = Path(snapshot_download(**asked, allow_patterns=_FILES))
             if not list(folder.glob("*.safetensors")):
                 folder = Path(snapshot_download(**asked, allow_patterns=[*_FILES, *_PICKLES]))
@@ -68,8 +86,8 @@ def unavailable(inputs: Mapping[str, Path]) -> list[str]:
     Nothing is asked where all inputs are on this machine. Args: inputs: by label, stacks among them.
     """
     places = [(label, path) for label, given in inputs.items() for path in folders_of(given)]
-    remote = [(label, path) for label, path in places if repository_of(path) is not None and not _cached(label, path)]
-    if not remote:
+    hub = [(label, path, found) for label, path in places if (found := remote_of(path)) and not _cached(label, path)]
+    if not hub:
         return []
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
@@ -81,10 +99,15 @@ def unavailable(inputs: Mapping[str, Path]) -> list[str]:
         for label, path in places
         if repository_of(path) is None and not path.exists()
     ]
-    for label, path in remote:
+    for label, path, (repository, revision, file) in hub:
         try:
-            if HfApi().model_info(str(repository_of(path)), revision=_revision(path)).gated:
-                HfApi().auth_check(str(repository_of(path)))  # everyone may read what it is, and not its files
+            info = HfApi().model_info(repository, revision=revision)
+            if info.gated:
+                HfApi().auth_check(repository)  # everyone may read what it is, and not its files
+            names = [own.rfilename for own in info.siblings or () if own.rfilename.endswith(SUFFIXES)]
+            if file is not None and file not in names:
+                held = f"its weights are {some_of(names)}" if names else "it holds no safetensors"
+                problems.append(f"{label}: the hub's repository {repository} has no file {file}: {held}")
         except (RepositoryNotFoundError, RevisionNotFoundError) as error:
             problems.append(_not_given(label, path, error))
         except Exception:  # no answer: the download says why
@@ -97,7 +120,8 @@ def _cached(label: str, path: Path) -> bool:
         folder = local_folder(label, path, fetch=False)
     except ValueError:
         return False
-    return any(next(folder.glob(kind), None) for kind in ("*.safetensors", "*.bin"))  # not its configuration alone
+    kinds = "*.safetensors", "*.bin"  # not its configuration alone
+    return folder.is_file() or any(next(folder.glob(kind), None) for kind in kinds)
 
 
 def _not_given(label: str, path: Path, error: BaseException) -> str:
@@ -172,10 +196,10 @@ def _comparable(start: Leaves, leaves: Leaves, config: Mapping[str, Any], *, row
 
 
 def _headers(path: Path) -> Leaves | None:
-    """The leaves of a repository that is not in the cache yet."""
+    """The leaves of a repository that is not in the cache yet; None for a single file, which may be an adapter's."""
     from huggingface_hub import HfApi, constants
 
-    if constants.HF_HUB_OFFLINE:
+    if constants.HF_HUB_OFFLINE or _of_file(path):
         return None
     try:
         found = HfApi().get_safetensors_metadata(str(repository_of(path)), revision=_revision(path))
@@ -192,6 +216,8 @@ def _headers(path: Path) -> Leaves | None:
 
 def _config(path: Path) -> dict[str, Any]:
     """The config.json of a folder or a repository, {} where there is none."""
+    if _of_file(path):
+        return {}
     folder = path if repository_of(path) is None else _fetched(path, "config.json")
     return {} if folder is None else config_of(folder)
 
@@ -260,8 +286,14 @@ def push(folder: Path, repository: str, *, private: bool, without: Sequence[str]
     return str(made.commit_url)
 
 
+def _of_file(path: Path) -> bool:
+    remote = remote_of(path)
+    return remote is not None and remote.file is not None
+
+
 def _revision(path: Path) -> str | None:
-    return str(path).partition("@")[2] or None
+    remote = remote_of(path)
+    return None if remote is None else remote.revision
 
 
 def _way_out(error: BaseException) -> str:

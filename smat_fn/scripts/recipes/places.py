@@ -8,7 +8,7 @@ from typing import Any
 
 from ... import checkpoint
 from ...folders.inputs.hub import repository_of
-from ...folders.inputs.reading import is_single
+from ...folders.inputs.reading import SUFFIXES, is_single
 from ...folders.inputs.stacks import adapted_by, stack_of, stack_parts
 
 
@@ -73,7 +73,7 @@ def placed_by_name(path: Path, depth: int = 1) -> str:
 
 def folder_name(path: Path) -> str:
     """The name of a folder, that of the working directory too; of a file of weights, without its suffix."""
-    if is_single(path):
+    if is_single(path) or (path.suffix in SUFFIXES and repository_of(path)):
         return path.stem
     return path.name if path.name not in ("", "..") else path.resolve().name
 

@@ -10,6 +10,7 @@ from .... import checkpoint, errors
 from ....config import MergerConfig
 from ....folders.inputs.adapters.peft import is_adapter
 from ....folders.inputs.hub import repository_of
+from ....folders.inputs.reading import SUFFIXES
 from ....folders.inputs.stacks import folders_of, stack_parts
 from ....merge.parts.per_expert import Weighted
 from ....merge.weighted_average import WeightedAverage
@@ -94,7 +95,8 @@ def weight_of(expert: Path) -> tuple[Path, float | None]:
     except ValueError:
         return expert, None
     folder = named(Path(head))[1]
-    return (Path(head), weight) if "@" in head or folder.exists() or stack_parts(folder) else (expert, None)
+    is_path = folder.exists() or stack_parts(folder) or folder.suffix in SUFFIXES
+    return (Path(head), weight) if "@" in head or is_path else (expert, None)
 
 
 def by_name(
