@@ -30,7 +30,7 @@ _PICKLES = PICKLED, "pytorch_model-*.bin", "adapter_model.bin"
 
 
 class Remote(NamedTuple):
-    """What a hub name says."""
+    """A repository of the hub, or one file of it, as a hub name says it."""
 
     repository: str  # owner/name
     revision: str | None

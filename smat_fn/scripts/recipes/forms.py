@@ -29,9 +29,22 @@ def plain(found: Mapping[str, Any], file: Path, notes: list[str]) -> dict[str, A
     if isinstance(modules, dict) and modules.keys() == {"default"} and _is_lifted(own := modules["default"], out):
         out = {name: value for name, value in out.items() if name != "modules"} | own
     try:
-        return {name: _plain(value, notes, name) for name, value in out.items()}
+        return _lifted({name: _plain(value, notes, name) for name, value in out.items()})
     except RecursionError:
         raise ValueError(f"{file}: an alias (*name) is a part of what it stands for (&name): leave it out") from None
+
+
+def _lifted(found: dict[str, Any]) -> dict[str, Any]:
+    """A recipe whose base and method stand beside its slices, where all slices have the same ones."""
+    parts = found.get("slices")
+    if not (isinstance(parts, list) and parts and all(isinstance(part, dict) for part in parts)):
+        return found
+    for name in "base_model", "merge_method":
+        own = [part.get(name) for part in parts]
+        if isinstance(own[0], str) and own.count(own[0]) == len(own) and found.get(name) in (None, own[0]):
+            parts = [{key: value for key, value in part.items() if key != name} for part in parts]
+            found = {**found, name: own[0], "slices": parts}
+    return found
 
 
 def _is_lifted(own: Any, found: Mapping[str, Any]) -> bool:
@@ -45,6 +58,8 @@ def _plain(value: Any, notes: list[str], name: str = "") -> Any:
             return "+".join(_without_revision(part, notes) for part in value.split("+"))
     if isinstance(value, dict) and name != "parameters":
         return {key: _plain(entry, notes, str(key)) for key, entry in value.items()}
+    if name in ("dtype", "out_dtype") and isinstance(value, str):
+        return value.removeprefix("torch.")
     return [_plain(entry, notes) for entry in value] if isinstance(value, list) else value
 
 

@@ -45,12 +45,16 @@ def documents_of(file: Path, kind: str) -> list[dict[str, Any]]:
 
     Raises: ValueError that names the file for one that cannot be read as such.
     """
+    text = ""
     try:
-        documents = list(yaml.load_all(file.read_text(encoding="utf-8"), Fields))
+        text = file.read_text(encoding="utf-8")
+        documents = list(yaml.load_all(text, Fields))
     except OSError as error:
         raise ValueError(f"{file} cannot be read ({error.strerror}): give {kind}") from error
     except (ValueError, LookupError, AttributeError, RecursionError, yaml.YAMLError) as error:  # of !!bool x too
-        raise ValueError(f"{file} cannot be read as YAML ({' '.join(str(error).split())})") from error
+        fenced = any(line.lstrip().startswith("```") for line in text.splitlines())
+        out = ": delete the lines with ```, which are of the page it was copied from" if fenced else ""
+        raise ValueError(f"{file} cannot be read as YAML ({' '.join(str(error).split())}){out}") from error
     if _values(documents, {}) > _MOST:
         raise ValueError(f"{file}: its aliases (*name) stand for more than {_MOST:,} values: write what they stand for")
     found = [own for own in documents if own is not None]
@@ -83,7 +87,7 @@ def recipe_of(found: dict[str, Any], file: Path, *, into: str | None = None, par
     notes = list[str]()
     found = plain(found, file, notes)
     try:
-        errors.raise_problems(list(recipe_problems(found)))
+        errors.raise_problems(list(recipe_problems(found, notes)))
         recipe = resolve(found, inside=into is not None, partial=partial)
         return recipe._replace(notes=(*notes, *recipe.notes))
     except ValueError as error:

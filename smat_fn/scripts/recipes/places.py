@@ -11,6 +11,8 @@ from ...folders.inputs.hub import repository_of
 from ...folders.inputs.reading import SUFFIXES, is_single
 from ...folders.inputs.stacks import adapted_by, stack_of, stack_parts
 
+MERGES = "merges"  # folder of a file of several merges, with a folder for each one that has a name
+
 
 def placed(given: str, places: Sequence[Path]) -> Path:
     """The path of an input that a recipe names: where it lies here, if that is known, else as it is given.
@@ -68,6 +70,8 @@ def placed_by_name(path: Path, depth: int = 1) -> str:
     parents = Path(os.path.abspath(path)).parents
     if len(parents) > 1 and parents[1].name == checkpoint.SNAPSHOTS:  # its own name is that of the finished expert
         depth = max(depth, 3)
+    if len(parents) > 1 and parents[1].name == MERGES:  # its own name is that of the merger
+        depth = max(depth, 2)
     return "/".join(Path(os.path.abspath(path)).parts[-depth:])
 
 
@@ -75,6 +79,8 @@ def folder_name(path: Path) -> str:
     """The name of a folder, that of the working directory too; of a file of weights, without its suffix."""
     if is_single(path) or (path.suffix in SUFFIXES and repository_of(path)):
         return path.stem
+    if path.parent.parent.name == MERGES:  # of several merges: its own name is that of the merger
+        return path.parent.name
     return path.name if path.name not in ("", "..") else path.resolve().name
 
 

@@ -20,6 +20,7 @@ IGNORED = ("int8_mask",)  # wherever it stands
 # of methods, with the only value that is implemented: mergekit's default
 VARIANTS = {("multislerp", "eps"): 1e-8}
 DEFAULTS = {"filter_wise": False, "normalize_weights": True, "eps": 1e-8}  # which change nothing beside any method
+_HERE = "mergekit 0.1.5 ignores it here"
 _NEAR = 0.8  # how much of two words must agree for one to be proposed
 _OF_TOKENIZER = "pad_to_multiple_of", "tokens"
 _OF_METHODS = {name for method in METHODS.values() for name in (*method.per_model, *method.shared)}
@@ -51,14 +52,14 @@ def foreign_file(found: Mapping[str, Any], file: Path) -> str:
     return ""
 
 
-def recipe_problems(found: Mapping[str, Any]) -> Iterator[str]:
-    """Errors for the fields of a mergekit recipe; no model is read."""
+def recipe_problems(found: Mapping[str, Any], notes: list[str]) -> Iterator[str]:
+    """Errors for the fields of a mergekit recipe; no model is read. Appends to ``notes`` what has no effect."""
     if found.get("modules") is not None:  # it is in a configuration that was written with its defaults
         yield (
             "modules is not supported: only the module default is read, with slices or models alone: give models or "
             "slices"
         )
-    yield from unknown_fields(name for name in found if name != "modules")
+    yield from _unknown_fields([name for name in found if name != "modules"], notes)
     method = METHODS.get(str(found.get("merge_method")))
     if found.get("merge_method") is None:
         yield f"merge_method is missing: give one of {', '.join(METHODS)}"
@@ -89,8 +90,8 @@ def recipe_problems(found: Mapping[str, Any]) -> Iterator[str]:
         yield "models, and sources of every slice, must be lists of models"
     for place, entry in enumerate(entries(found)):
         yield from _entry_problems(place, entry, sliced=bool(slices))
-    yield from _misplaced(list(entries(found)))
-    yield from settings_problems(found, method)
+    yield from _misplaced(list(entries(found)), notes)
+    yield from _settings_problems(found, method, notes)
 
 
 def _beside_problems(found: Mapping[str, Any]) -> Iterator[str]:
@@ -148,8 +149,8 @@ def _entry_problems(place: int, entry: Any, *, sliced: bool) -> Iterator[str]:
         yield f"model {ref}: must be MODEL+ADAPTER, two folders or hub names"
 
 
-def _misplaced(found: Sequence[Any]) -> Iterator[str]:
-    """Fields beside ``model`` that have another place, each once."""
+def _misplaced(found: Sequence[Any], notes: list[str]) -> Iterator[str]:
+    """Errors for fields beside ``model`` that have another place, each once; notes on those that have none."""
     where = dict[str, list[str]]()
     for entry in found:
         for name in entry if isinstance(entry, dict) and isinstance(entry.get("model"), str) else ():
@@ -158,38 +159,36 @@ def _misplaced(found: Sequence[Any]) -> Iterator[str]:
     for name, refs in where.items():
         whose = f"{name} stands beside model {' and '.join(dict.fromkeys(refs))}"
         if name == "revision":
-            yield f"{whose}: write model: {refs[0]}@REVISION"
+            yield f"{whose}: write model: {refs[0]}@REVISION, or delete it; {_HERE}"
         elif name in PARAMETERS:
-            yield f"{whose}: put it under parameters there"
+            yield f"{whose}: put it under parameters there, or delete it; {_HERE}"
+        elif near := suggestion(str(name), ("model", "parameters", "layer_range"), alike=_NEAR):
+            yield f"{whose}, which has no such field{near}"
         else:
-            yield f"{whose}, which has model, parameters and layer_range: delete it"
+            notes.append(f"{whose}: ignored, as in mergekit")
 
 
-def unknown_fields(names: Iterable[str]) -> Iterator[str]:
-    """Errors for fields beside ``merge_method`` that a recipe does not have."""
+def _unknown_fields(names: Iterable[str], notes: list[str]) -> Iterator[str]:
+    """Errors for fields beside ``merge_method`` that stand in a wrong place or are misspelled; notes on others."""
     rest = list[str]()
     for name in names:
         if name in FIELDS or name in IGNORED:
             continue
         if name in _OF_TOKENIZER:
-            yield f"{name} is a field of tokenizer: put it there, as tokenizer: {{{name}: ...}}"
+            yield f"{name} is a field of tokenizer: put it there, as tokenizer: {{{name}: ...}}, or delete it; {_HERE}"
         elif name in PARAMETERS:
-            yield f"{name} is a parameter: put it under parameters"
+            yield f"{name} is a parameter: put it under parameters, or delete it; {_HERE}"
         elif near := suggestion(str(name), FIELDS, alike=_NEAR):
             yield f"{name} is not a field of a recipe{near}"
         else:
             rest.append(str(name))
     if rest:
-        one = len(rest) == 1
-        what = f"{rest[0]} is not a field" if one else f"{', '.join(rest)} are not fields"
-        yield (
-            f"{what} of a recipe, which has {', '.join(FIELDS)}: delete {'it' if one else 'them'}, mergekit ignores "
-            f"{'it' if one else 'them'} too"
-        )
+        what = f"{rest[0]} is not a field" if len(rest) == 1 else f"{', '.join(rest)} are not fields"
+        notes.append(f"{what} of a recipe: ignored, as in mergekit")
 
 
-def settings_problems(found: Mapping[str, Any], method: Method | None) -> Iterator[str]:
-    """Errors for the parameters of a recipe, of its slices and of its models.
+def _settings_problems(found: Mapping[str, Any], method: Method | None, notes: list[str]) -> Iterator[str]:
+    """Errors for the parameters of a recipe, of its slices and of its models; notes on those that a method lacks.
 
     Args: method: None: unknown, so that every parameter may be one of it.
     """
@@ -205,12 +204,12 @@ def settings_problems(found: Mapping[str, Any], method: Method | None) -> Iterat
             continue
         for name, value in (scope or {}).items():
             own = () if method is None else (*method.per_model, *(() if whose else method.shared))
-            if name in own or name in IGNORED or method is None:
+            if name in own or name in IGNORED or (method is None and name in PARAMETERS):
                 yield from _setting_problems(f"parameters.{name}{whose}", value)
-            elif not _is_default(name, value):
+            elif method is not None and not _is_default(name, value):
                 foreign.setdefault(name, []).append(whose)
     if method is not None and foreign:
-        yield from _foreign(foreign, found["merge_method"], method)
+        yield from _foreign(foreign, found["merge_method"], method, notes)
 
 
 def _is_default(name: str, value: Any) -> bool:
@@ -218,8 +217,11 @@ def _is_default(name: str, value: Any) -> bool:
     return name in DEFAULTS and number_of(value) == DEFAULTS[name]
 
 
-def _foreign(names: Mapping[str, Sequence[str]], called: str, method: Method) -> Iterator[str]:
-    """Errors for parameters that a method does not have. Args: names: whose they are, by name."""
+def _foreign(names: Mapping[str, Sequence[str]], called: str, method: Method, notes: list[str]) -> Iterator[str]:
+    """Errors for parameters in a wrong place, or misspelled; notes on others, which a method does not have.
+
+    Args: names: whose they are, by name.
+    """
     own, rest = [*method.per_model, *(name for name in method.shared if name not in IGNORED)], dict[str, str]()
     for name, whose in names.items():
         models = [text.removeprefix(" of model ") for text in dict.fromkeys(whose) if text]
@@ -233,11 +235,8 @@ def _foreign(names: Mapping[str, Sequence[str]], called: str, method: Method) ->
         else:
             rest[str(name)] = where
     if rest:
-        has, it = f" (it has {', '.join(own)})" if own else "", "it" if len(rest) == 1 else "them"
-        yield (
-            f"{', '.join(rest.values())}: {called} has no {' or '.join(rest)}{has}, and mergekit ignores {it}: "
-            f"delete {it}"
-        )
+        has = f", it has {', '.join(own)}" if own else ""
+        notes.append(f"{', '.join(rest.values())}: ignored, as in mergekit: {called} has no {' or '.join(rest)}{has}")
 
 
 def _setting_problems(label: str, value: Any) -> Iterator[str]:

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from ... import errors
 from ...config import MergerConfig
-from ...folders.inputs.hub import header_problems, local_folder, unavailable
+from ...folders.inputs.hub import header_problems, local_folder, repository_of, unavailable
 from ...folders.inputs.opening import key_of, open_input
 from ...folders.inputs.side_files import TOKENIZER, files_of
-from ...folders.inputs.stacks import StackPart, adapted_by, is_first, layer_of, layers_of, stack_of
+from ...folders.inputs.stacks import StackPart, adapted_by, folders_of, is_first, layer_of, layers_of, stack_of
 from ...where import blocks_of, unet_problems
 from .methods import METHODS, Method, Resolved, nuslerp_alone, values_of
 from .own import Recipe
@@ -57,6 +57,9 @@ def resolve(found: Mapping[str, Any], *, inside: bool = False, partial: bool = F
     Raises: ValueError for models that cannot be opened, ranges of layers and numbers of models that do not fit, and
         parameters that a leaf lacks.
     """
+    notes: tuple[str, ...] = ()
+    if _is_base_alone(found):
+        found, notes = _copied(found), ("base_model is the only model: the output has its weights",)
     method, origin = METHODS[found["merge_method"]], found.get("base_model")
     alone = found["merge_method"] == "nuslerp" and origin is None
     slices = _slices(found, method, based=method.based and not alone)
@@ -64,6 +67,7 @@ def resolve(found: Mapping[str, Any], *, inside: bool = False, partial: bool = F
     refs = dict.fromkeys(s.ref for part in slices for s in (*part.experts, *([part.base] if part.base else [])))
     inputs = {**({} if origin is None else {"base": Path(origin)}), **{f"model {ref!r}": Path(ref) for ref in refs}}
     errors.raise_problems(unavailable(inputs))
+    errors.raise_problems(_missing(inputs))
     if whole := _is_whole(slices):
         first = origin or first_of(found)
         base = _whole(first, "")
@@ -92,7 +96,6 @@ def resolve(found: Mapping[str, Any], *, inside: bool = False, partial: bool = F
             "into requires whole models with one number each, since layers and parameters here are those of base: "
             "merge without the file, by merge.py MERGER --coefs"
         )
-    notes: tuple[str, ...] = ()
     if _asks_int8_mask(found, slices):
         notes += ("int8_mask is ignored: masks take no memory here",)
     if note := NOTES.get(str(found.get("chat_template"))):
@@ -107,6 +110,33 @@ def resolve(found: Mapping[str, Any], *, inside: bool = False, partial: bool = F
         models = {model.ref: key_of(name_of(model.ref)) for part in slices for model in part.experts}
     options |= _beside(found, origin or first_of(found), start.root, models)
     return Recipe(config, base, experts, coef, options, notes)
+
+
+def _missing(inputs: Mapping[str, Path]) -> list[str]:
+    """Errors for models that are neither on this machine nor hub names, each once."""
+    places = {str(path): label for label, given in inputs.items() for path in folders_of(given)}
+    return [
+        f"{label}: {path} is not a folder: give the folder of a checkpoint, or a hub name owner/name"
+        for path, label in places.items()
+        if not Path(path).exists() and repository_of(Path(path)) is None
+    ]
+
+
+def _is_base_alone(found: Mapping[str, Any]) -> bool:
+    """Whether a recipe adds no task vector to its base, which mergekit then writes as it is."""
+    refs = {entry["model"] for entry in entries(found)}
+    return "lambda" in METHODS[found["merge_method"]].shared and refs == {found.get("base_model")}
+
+
+def _copied(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The recipe that writes the same models or layers unchanged."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: plain(own) for name, own in value.items() if name != "parameters"}
+        return [plain(own) for own in value] if isinstance(value, list) else value
+
+    return {**plain(found), "merge_method": "passthrough"}
 
 
 def _whole(ref: str, base: str) -> Path:
@@ -303,7 +333,7 @@ def _resolved(called: str, names: list[str], resolver: "_Resolver") -> Resolved:
         if name != method.gamma:
             value = resolver.rules(name, None, None if name in method.required else ...)
             if isinstance(value, dict):
-                problems.append(f"parameters.{name} differs by parameter: give one value")
+                problems.append(f"parameters.{name} differs by parameter: {called} takes one value for all of them")
             elif value is not ...:
                 shared[name] = value
     if not shared.get("rescale", True) and method.drops and "epsilon" in method.per_model:
@@ -327,11 +357,13 @@ class _Resolver:
     def rules(self, name: str, slot: int | None, default: Any, *, where: str = "", every: bool = False) -> Any:
         """A parameter as one value, or by leaf. Args: slot: of a model; default: None raises where nothing is given."""
         values = {path: self._chosen(name, slot, path, default) for path in self.spots}
-        for path, chosen in values.items():
-            if chosen is None:
-                joined = slot is not None and self.slices[0].experts[slot].joined
-                why = ": base_model is merged too, as in mergekit: give it in models, or leave it out" if joined else ""
-                raise ValueError(f"parameters.{name} is missing{f' for {where}' if where else ''}, leaf {path!r}{why}")
+        if missing := [path for path, chosen in values.items() if chosen is None]:
+            joined = slot is not None and self.slices[0].experts[slot].joined
+            part = f", parameter {missing[0]!r}" if len(missing) < len(values) else ""
+            why = f"give {name}" + (", with a last value that has no filter" if part else "")
+            if joined:
+                why = "base_model is merged too, as in mergekit: give it in models, or leave it out"
+            raise ValueError(f"parameters.{name} is missing{f' for {where}' if where else ''}{part}: {why}")
         if len(set(values.values())) == 1:
             return next(iter(values.values()))
         if ... in values.values():

@@ -8,9 +8,9 @@ from ... import errors
 from ...errors import suggestion
 from ...folders.inputs.hub import repository_of, unavailable
 from .forms import plain
+from .places import MERGES
 from .problems import foreign_file, recipe_problems
 
-FOLDER = "merges"  # in --out, with a folder for each merge that has a name
 _MODELS = "base_model", "model", "source", "tokenizer_source"  # fields that name a model
 _NOT_MODELS = "base", "union"  # of a tokenizer's source
 
@@ -29,7 +29,7 @@ class Step(NamedTuple):
 
     def folder(self, out: Path) -> Path:
         """The folder that holds the merged model's."""
-        return out / FOLDER / self.name if self.name else out
+        return out / MERGES / self.name if self.name else out
 
 
 def steps_of(documents: Sequence[Mapping[str, Any]], file: Path, notes: list[str]) -> list[Step]:
@@ -112,7 +112,7 @@ def _problems(step: Step, names: Sequence[str], file: Path) -> Iterator[str]:
         mixture = "it is a mixture of experts: write this document to a file of its own and run merge.py moe FILE"
         yield mixture if "merge.py moe" in foreign else foreign
         return
-    yield from recipe_problems(step.fields)
+    yield from recipe_problems(step.fields, [])  # notes are those of its merge
     for part in _models(step.fields):
         if part in names or Path(part).exists() or repository_of(Path(part)):
             continue

@@ -14,6 +14,7 @@ import yaml
 from torch import Tensor
 
 from .... import checkpoint, errors, random
+from ....errors import suggestion
 from ....folders import Report, chunk_of, local_folder
 from ....folders.files import Hashing, bytes_of, size_text
 from ....folders.inputs.hub import unavailable
@@ -59,6 +60,7 @@ class Mixture(NamedTuple):
     per_token: int
     seed: int | None  # of a file of ours
     architecture: str | None
+    notes: tuple[str, ...] = ()
 
     @property
     def ungated(self) -> bool:
@@ -72,6 +74,8 @@ def load(file: Path) -> Mixture:
     Raises: ValueError that lists every field that is unknown, malformed or not supported; no model is looked at.
     """
     found = fields_of(file, "a mixture of experts")
+    if "merge_method" in found and "experts" not in found:
+        raise ValueError(f"{file} is a recipe, not a mixture of experts: run merge.py {file}")
     if problems := list(_problems(found)):
         raise ValueError(f"{file}: {'; '.join(problems)}")
     return Mixture(
@@ -83,6 +87,11 @@ def load(file: Path) -> Mixture:
         per_token=found.get("experts_per_token", 2),
         seed=found.get("seed"),
         architecture=found.get("architecture"),
+        notes=tuple(
+            f"{name} is not a field of a mixture: ignored, as in mergekit"
+            for name in found
+            if name not in FIELDS and not suggestion(str(name), FIELDS)
+        ),
     )
 
 
@@ -94,7 +103,9 @@ def architectures_named(name: Any) -> tuple[Architecture, ...]:
 
 
 def _problems(found: Mapping[str, Any]) -> Iterator[str]:
-    yield from (f"{name} is not a field: they are {', '.join(FIELDS)}" for name in found if name not in FIELDS)
+    for name in found:
+        if name not in FIELDS and (near := suggestion(str(name), FIELDS)):
+            yield f"{name} is not a field{near}"
     named = found.get("architecture")
     if not (known := architectures_named(named)):
         yield f"architecture is {named!r}, must be mixtral, qwen2 or qwen3; transformers has no class of a DeepSeek-MoE"
@@ -176,7 +187,9 @@ def make(args: Moe) -> Iterator[str]:
         return
     router = router_of(asked, base, models, seed)
     alike = ", ".join(map(str, degenerate(router[:, : len(paths) - asked.shared])))
-    notes = [f"layers {alike}: router rows are nearly dependent, prompts may be too similar"] if alike else []
+    notes = [*asked.notes]
+    if alike:
+        notes.append(f"layers {alike}: router rows are nearly dependent, prompts may be too similar")
     residual = [own.residual_scale for own in asked.experts]
     if asked.ungated:  # sigmoid(0) is 1/2
         residual[-1] = 2 * (1 if residual[-1] is None else residual[-1])

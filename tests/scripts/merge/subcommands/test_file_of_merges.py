@@ -203,13 +203,25 @@ def test_the_source_of_a_tokenizer_may_be_written_as_in_older_versions_of_mergek
 
 
 def test_all_problems_of_a_file_are_one_error(models, tmp_path):
-    file = write(tmp_path / "bad.yml", [ONE | {"dtype": "int3"}, TWO | {"colour": 1}], models)
+    file = write(tmp_path / "bad.yml", [ONE | {"dtype": "int3"}, TWO | {"parameter": 1}], models)
     for option, value in ("part", "1/2"), ("push_to_hub", "me/model"):
         with pytest.raises(ValueError, match="dtype") as error:
             commands.from_recipe(settings.FromRecipe(file, tmp_path / "out", **{option: value}))
         spoken = f"--{option.replace('_', '-')} is for one"
-        for text in ("merge 'one': dtype", "merge 'two': colour is not a field", spoken):
+        for text in ("merge 'one': dtype", "merge 'two': parameter is not a field", spoken):
             assert text in str(error.value)
+
+
+def test_an_expert_is_named_by_its_merge(models, tmp_path):
+    file = write(tmp_path / "all.yml", [LAST, TWO, ONE], models)
+    commands.from_recipe(settings.FromRecipe(file, tmp_path / "out"))
+    (made,) = (folder for folder in (tmp_path / "out").iterdir() if folder.name != "merges")
+    assert [*checkpoint.load_manifest(made)["experts"]] == ["two", "ADAPTER", "one"]
+    recipe = yaml.safe_load((made / "recipe.yml").read_text())
+    assert [*recipe["experts"].values()] == ["two/slerp", "ADAPTER", "one/weighted_average"]
+    commands.from_recipe(settings.FromRecipe(made / "recipe.yml", tmp_path / "again"))
+    again = tmp_path / "again" / made.name / "model.safetensors"
+    assert again.read_bytes() == (made / "model.safetensors").read_bytes()
 
 
 def test_the_command_reads_such_a_file(models, tmp_path):

@@ -307,7 +307,7 @@ BAD = {
     "architecture": "deepseek",
     "shared_experts": [{"source_model": "A", "negative_prompts": ["x"]}],
     "experts_per_token": "2",
-    "colour": 1,
+    "expert": 1,
     "experts": [
         {"source_model": "A", "noise_scale": True, "residual_scale": "much", "positive_prompts": "t3", "width": 2},
         {"source_model": "B+LORA"},
@@ -315,7 +315,8 @@ BAD = {
     ],
 }
 NAMED = (
-    "colour is not a field", "shared_experts[0].positive_prompts is missing", "base_model is 3",
+    "expert is not a field, did you mean 'experts'?", "shared_experts[0].positive_prompts is missing",
+    "base_model is 3",
     "architecture is 'deepseek', must be mixtral, qwen2 or qwen3; transformers has no class of a DeepSeek-MoE",
     "gate_mode is 'guess', must be one of hidden, ", "dtype is 'int8', must be one of ",
     "experts_per_token is '2'", "experts[0].width is not a field",
@@ -325,9 +326,16 @@ NAMED = (
 )  # fmt: skip
 
 
+def test_fields_that_mergekit_ignores_are_noted(models, tmp_path):
+    more = {"merge_method": "moe", "tokenizer": "A"}
+    note = "note: {} is not a field of a mixture: ignored, as in mergekit"
+    lines = made(make_moe.file_of("random", models, **more), tmp_path / "out", seed=5)
+    assert {note.format(name) for name in more} <= {*lines}
+
+
 def test_all_fields_that_are_not_supported_are_refused_by_name_at_once(tmp_path):
     (tmp_path / "bad.yml").write_text(yaml.safe_dump(BAD))
-    with pytest.raises(ValueError, match="colour") as error:
+    with pytest.raises(ValueError, match="base_model is 3") as error:
         moe.load(tmp_path / "bad.yml")
     assert [text for text in NAMED if text not in str(error.value)] == []
     same = [{"source_model": name, "positive_prompts": ["x"]} for name in "AB"]
@@ -346,7 +354,8 @@ def test_all_fields_that_are_not_supported_are_refused_by_name_at_once(tmp_path)
         moe.load(tmp_path / "same.yml")
     with pytest.raises(ValueError, match=r"describes a mixture of experts: run merge\.py moe"):
         recipe_of({"base_model": "B", "experts": same}, tmp_path / "same.yml")
-    for text, told in ("[1]", "holds a list"), ("a: [", "cannot be read as YAML"):
+    wanted = "bad.yml is a recipe, not a mixture of experts: run merge.py "
+    for text, told in ("[1]", "holds a list"), ("a: [", "cannot be read as YAML"), ("merge_method: ties", wanted):
         (tmp_path / "bad.yml").write_text(text)
         with pytest.raises(ValueError, match=told):
             moe.load(tmp_path / "bad.yml")

@@ -51,6 +51,7 @@ def load(file):
 
 
 def merged(recipe, models, out, **options):
+    out.mkdir(exist_ok=True)
     file = out / "asked.yml"
     file.write_text(yaml.safe_dump(make_recipes.at(recipe, models)))
     commands.from_recipe(settings.FromRecipe(file, out, **options))
@@ -158,7 +159,7 @@ BAD = {
     "tokenizer_source": "base",
     "chat_template": "exaone",
     "dtype": "int8",
-    "colour": 1,
+    "parameter": 1,
     "slices": [
         {"sources": [{"model": "A", "layer_range": [0, 2], "parameters": {"weight": "much"}}]},
         {"sources": [{"model": "C+ADAPTER", "layer_range": [2], "parameters": {"weight": [1, {"value": 2}]}}]},
@@ -169,7 +170,8 @@ NAMED = (
     "modules is not supported", "tokenizer.pad_to_multiple_of is 0", "tokens.t3.force is 1", "tokens.t4 is {'sources'",
     "tokens.t5.source is", "tokens.t6.source is 5", "tokenizer.width is not supported",
     "tokenizer and tokenizer_source are both", "chat_template is 'exaone'", "dtype 'int8' is unknown",
-    "colour is not a field", "merge_method 'evolve' is unknown", "slices.residual_weight", "'much'",
+    "parameter is not a field of a recipe, did you mean 'parameters'",
+    "merge_method 'evolve' is unknown", "slices.residual_weight", "'much'",
     "weight of model C+ADAPTER mixes", "layer_range of model C+ADAPTER is [2]",
     "sources of every slice, must be",
 )  # fmt: skip
@@ -192,6 +194,7 @@ EXCEPT_MLP = [{"filter": "mlp", "value": 0}, {"value": 1}]
 NEAR = {"merge_method": "nearswap", "base_model": "BASE", "models": [{"model": "A"}]}
 OTHER = {"model": "BASE", "layer_range": [0, 2], "parameters": {"weight": 1}}
 NUSLERP = {"merge_method": "nuslerp", "models": [{"model": name, "parameters": {"weight": w}} for name, w in WEIGHTS]}
+GONE = {"merge_method": "karcher", "models": [{"model": f"/nowhere/{name}"} for name in "AB"]}
 REFUSALS = {
     "parameters is 3: must be parameters by name": SHARED | {"parameters": 3},
     "parameters of model": SHARED | {"models": [{"model": "A", "parameters": [1]}]},
@@ -204,9 +207,7 @@ REFUSALS = {
         "models": [{"model": "A"}, {"model": "B"}],
         "parameters": {"weight": 1, "eps": 1e-6},
     },
-    "parameters.gamma: ties has no gamma (it has weight, density, normalize, rescale, lambda), and mergekit ignores "
-    "it: delete it": SHARED | {"parameters": {"gamma": 0.1}},
-    "parameters.weight is missing for A": SHARED | {"models": [{"model": "A"}]},
+    "parameters.weight is missing for A: give weight": SHARED | {"models": [{"model": "A"}]},
     "parameters.normalize differs by parameter": SHARED
     | {"parameters": {"normalize": [{"filter": "mlp", "value": True}, {"value": False}]}},
     "parameters.rescale is false, with a density below 1 for A: what della drops": SHARED
@@ -242,14 +243,14 @@ REFUSALS = {
         "merge_method": "karcher",
         "slices": [{"sources": [{"model": "A", "layer_range": [0, 2]}, {"model": "B", "layer_range": [1, 2]}]}],
     },
-    "models has base_model alone": SHARED | {"models": [{"model": "BASE", "parameters": {"weight": 1}}]},
+    "models has base_model alone": SHARED | {"merge_method": "model_stock", "models": [{"model": "BASE"}]},
     "slices must be a list": SLICED | {"slices": True},
     "slices[0] has a model twice": SLICED
     | {
         "merge_method": "karcher",
         "slices": [{"sources": [{"model": "A", "layer_range": [0, 2]}, {"model": "A", "layer_range": [2, 4]}]}],
     },
-    "missing for BASE, leaf 'lm_head.weight': base_model is merged too, as in mergekit": {
+    "missing for BASE: base_model is merged too, as in mergekit": {
         "merge_method": "linear",
         "base_model": "BASE",
         "models": [
@@ -269,9 +270,13 @@ REFUSALS = {
         "merge_method": "linear",
         "models": [{"model": "A", "parameters": {"weight": float("inf")}}],
     },
-    "parameters.t is missing": SLICED | NEAR,
+    "parameters.t is missing: give t": SLICED | NEAR,
+    "parameters.weight is missing for A, parameter 'lm_head.weight': give weight, with a last value that has no": SHARED
+    | {"models": [{"model": "A", "parameters": {"weight": {"filter": "mlp", "value": 1}}}]},
     "parameters.t of nearswap is 1e-07: give 0.000001 or more": SLICED | NEAR | {"parameters": {"t": 1e-7}},
-    "parameters.t differs by parameter": SLICED | NEAR | {"parameters": {"t": [0.1, 0.2]}},
+    "parameters.t differs by parameter: nearswap takes one value for all of them": SLICED
+    | NEAR
+    | {"parameters": {"t": [0.1, 0.2]}},
     "parameters.max_iter is 2.5: must be a whole number": {
         "merge_method": "karcher",
         "models": [{"model": "A"}, {"model": "B"}],
@@ -287,27 +292,23 @@ REFUSALS = {
     "merge_method 'Tie' is unknown, did you mean 'ties'?": SHARED | {"merge_method": "Tie"},
     "dtype 'bfloat16`' is unknown, did you mean 'bfloat16'?": SHARED | {"dtype": "bfloat16`"},
     "dype is not a field of a recipe, did you mean 'dtype'?": SHARED | {"dype": "float32"},
-    "select_topk is a parameter: put it under parameters": SHARED | {"select_topk": 0.5},
+    "select_topk is a parameter: put it under parameters, or delete it; mergekit 0.1.5 ignores it here": SHARED
+    | {"select_topk": 0.5},
     "pad_to_multiple_of is a field of tokenizer: put it there": SHARED | {"pad_to_multiple_of": 8},
-    "colour, out_path are not fields of a recipe, which has merge_method, base_model": SHARED
-    | {"out_path": "x", "colour": 1},
     "parameters.densty is not a parameter of ties, did you mean 'density'?": SHARED | {"parameters": {"densty": 1}},
     "parameters.lambda of model": SHARED | {"models": [{"model": "A", "parameters": {"weight": 1, "lambda": 1}}]},
     "lambda is one of the whole merge, put it under parameters beside merge_method": SHARED
     | {"models": [{"model": "A", "parameters": {"weight": 1, "lambda": 1}}]},
-    "/B: slerp has no weight (it has t), and mergekit ignores it: delete it": {
-        "merge_method": "slerp",
-        "base_model": "A",
-        "models": [{"model": name, "parameters": {"weight": 1}} for name in "AB"],
-        "parameters": {"t": 0.5},
-    },
     "weight stands beside model": SHARED | {"models": [{"model": "A", "weight": 1}]},
     "/A: put it under parameters there": SHARED | {"models": [{"model": "A", "weight": 1}]},
-    "@REVISION": SHARED | {"models": [{"model": "A", "revision": "dpo"}]},
-    "/A, which has model, parameters and layer_range: delete it": SHARED | {"models": [{"model": "A", "colour": 1}]},
+    "@REVISION, or delete it; mergekit 0.1.5 ignores it here": SHARED | {"models": [{"model": "A", "revision": "dpo"}]},
+    "/A, which has no such field, did you mean 'parameters'?": SHARED | {"models": [{"model": "A", "parameter": 1}]},
     "slices.merge_method is not supported: all slices are merged by one method: write a file for each": SLICED
     | {"slices": [ONE | {"merge_method": "slerp"}]},
-    "slices.base_model is not supported: all slices have one base": SLICED | {"slices": [ONE | {"base_model": "A"}]},
+    "slices.base_model is not supported: all slices have one base": SLICED
+    | {"slices": [ONE | {"base_model": "A"}, ONE | {"base_model": "B"}]},
+    "slices.base_model is not supported: all slices have one": SLICED
+    | {"base_model": "B", "slices": [ONE | {"base_model": "A"}]},
     "bad.yml describes a mixture of experts: run merge.py moe": {
         "merge_method": "moe",
         "base_model": "A",
@@ -324,6 +325,9 @@ REFUSALS = {
     "bad.yml configures fusion_bench.method.X (_target_)": {"method": {"_target_": "fusion_bench.method.X"}},
     "bad.yml is a search of mergekit-evolve (genome), not a merge": {"genome": {"models": ["A"]}, "tasks": []},
     "cannot be read as YAML": "models: [",
+    "delete the lines with ```, which are of the page it was copied from": "```yaml\nmerge_method: linear\n```\n",
+    "nowhere/A is not a folder: give the folder of a checkpoint, or a hub name": GONE,
+    "nowhere/B is not a folder: give the folder of a checkpoint, or a hub name": GONE,
     "cannot be read as YAML ('x')": "merge_method: !!bool x",
     "cannot be read as YAML (string index": "merge_method: !!int ''",
     "cannot be read as YAML ('NoneType'": "merge_method: !!timestamp x",
@@ -406,19 +410,74 @@ def told(recipe, tmp_path):
 
 
 def test_each_problem_of_a_recipe_is_told_once(tmp_path):
-    own = [{"model": name, "weight": 1, "parameters": {"weight": 1}} for name in "ABC"]
-    text = told({"merge_method": "model_stock", "base_model": "BASE", "models": own, "a": 1, "b": 2}, tmp_path)
-    assert text.count("model_stock has no weight (it has filter_wise), and mergekit ignores it: delete it") == 1
-    assert "parameters.weight of model A and B and C: model_stock has no weight" in text
+    own = [{"model": name, "weight": 1} for name in "ABC"]
+    text = told({"merge_method": "model_stock", "base_model": "BASE", "models": own}, tmp_path)
     assert text.count("weight stands beside model A and B and C: put it under parameters there") == 1
-    assert text.count("tokenizer_source") == 1  # the list of all fields
-    own = [{"model": name, "parameters": {"weight": 1, "density": 1}} for name in "AB"]
-    asked = {"merge_method": "sce", "base_model": "BASE", "models": own, "parameters": {"normalize": True}}
-    wanted = "sce has no normalize or weight or density (it has select_topk), and mergekit ignores them: delete them"
-    assert wanted in told(asked, tmp_path)
     assert "merge_method 'lrp' is unknown" in told({"merge_method": "lrp", "models": own}, tmp_path)
     modules = told({"merge_method": "linear", "modules": {"text": {"models": own}}}, tmp_path)
     assert "models is missing" not in modules
+
+
+IGNORED = {
+    "model_stock": (
+        {},
+        [{"weight": [0.5, 1]}, {"weight": {"value": 2}}],
+        {"normalize": True},
+        "parameters.normalize, parameters.weight of model {A} and {B}: ignored, as in mergekit: model_stock has no "
+        "normalize or weight, it has filter_wise",
+    ),
+    "arcee_fusion": (
+        {"base_model": "A"},
+        [{"weight": 0.5}, {}],
+        {"smooth": True},
+        "parameters.smooth, parameters.weight of model {A}: ignored, as in mergekit: arcee_fusion has no smooth or "
+        "weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("method", IGNORED)
+def test_what_mergekit_ignores_is_ignored_with_a_note(method, models, tmp_path, capsys):
+    more, own, shared, note = IGNORED[method]
+    plain = {"merge_method": method, "base_model": "BASE", "models": [{"model": name} for name in "AB"]} | more
+    given = plain | {"parameters": shared, "random_seed": 3, "author": "me", "dtype": "torch.float32"}
+    given["models"] = [{"model": m, "parameters": values, "glorious": 1} for m, values in zip("AB", own, strict=True)]
+    made = [merged(recipe, models, tmp_path / name) for name, recipe in {"plain": plain, "given": given}.items()]
+    a, b = (load_file(folder / "model.safetensors") for folder in made)
+    assert a.keys() == b.keys()
+    assert all(torch.equal(leaf, b[path]) for path, leaf in a.items())
+    text = capsys.readouterr().out
+    for words in (
+        note.format(A=models / "A", B=models / "B"),
+        "author, random_seed are not fields of a recipe: ignored, as in mergekit",
+        f"glorious stands beside model {models / 'A'} and {models / 'B'}: ignored, as in mergekit",
+    ):
+        assert text.count(f"note: {words}\n") == 1
+
+
+@pytest.mark.parametrize("method", ["task_arithmetic", "dare_ties"])
+@pytest.mark.parametrize("form", ["models", "slices"])
+def test_a_base_alone_is_written_as_it_is(method, form, models, tmp_path, capsys):
+    alone = {"model": "BASE+ADAPTER", "parameters": {"weight": 1, "density": 0.5}}
+    layers = [{"sources": [alone | {"layer_range": [0, 4]}]}]
+    own = {"models": [alone]} if form == "models" else {"slices": layers}
+    recipe = {"merge_method": method, "base_model": "BASE+ADAPTER", "parameters": {"normalize": False}, **own}
+    made = merged(recipe, models, tmp_path / "out")
+    plain = merged({"merge_method": "passthrough", "models": [{"model": "BASE+ADAPTER"}]}, models, tmp_path / "plain")
+    a, b = (load_file(folder / "model.safetensors") for folder in (made, plain))
+    assert a.keys() == b.keys()
+    assert all(torch.equal(leaf, b[path]) for path, leaf in a.items())
+    assert "note: base_model is the only model: the output has its weights\n" in capsys.readouterr().out
+
+
+def test_base_and_method_of_all_slices_are_those_of_the_recipe(models, tmp_path):
+    slices = [{"sources": [{"model": m, "layer_range": [i, i + 2]} for m in ("BASE", "A")]} for i in (0, 2)]
+    plain = {"merge_method": "slerp", "base_model": "BASE", "slices": slices, "parameters": {"t": [0, 1]}}
+    inner = {"base_model": {"model": {"path": str(models / "BASE")}}, "merge_method": "slerp"}
+    given = {"slices": [own | inner for own in slices], "parameters": {"t": [0, 1]}}
+    made = [merged(recipe, models, tmp_path / name) for name, recipe in {"plain": plain, "given": given}.items()]
+    files = [(folder / "model.safetensors").read_bytes() for folder in made]
+    assert files[0] == files[1]
 
 
 @pytest.mark.parametrize("text", ["1e-8", "1.0e-8", "0.00000001"])
