@@ -12,6 +12,7 @@ BENCHMARKS = {
     "digits-report": "the same with its analyses, and a report of all in docs/results/digits_methods",
     "digits-onepass": "one backward pass a step against two, by docs/protocols/digits_onepass.md (hours on 2 cores)",
     "digits-passes": "the same with one budget of passes, by docs/protocols/digits_passes.md (two hours on 2 cores)",
+    "digits-equal-passes": "the same at equal passes, by docs/protocols/digits_equal_passes.md (half an hour on 2 cores)",
     "digits-lora": "adapters by FT, SMAT and ASAM, by docs/protocols/digits_lora.md (two hours on 2 cores)",
     "digits-mergers": "the methods chosen there by every merger without data, a heat map (half an hour on 2 cores)",
     "digits-data-mergers": "the same experts by the mergers that need data, in the same heat map (an hour on one core)",
