@@ -88,16 +88,25 @@ def minilm_methods(result: dict[str, Any]) -> str:
     )
 
 
-def on_digits(result: dict[str, Any], *, name: str, tuned: str, end: str = "") -> str:
-    """One backward pass a step against two, on digits."""
+def on_digits(result: dict[str, Any], *, name: str, tuned: str, end: str = "", budget: bool = False) -> str:
+    """One backward pass a step against two, on digits. Args: budget: dev chose the steps of every method."""
     return (
-        f"{one_pass(name, result)}\n"
+        f"{one_pass(name, result, whole=budget)}\n"
         f"Test score, mean over four tasks and {seeds(result)} ± standard deviation; differences are paired by seed. "
         f"{corrected(result)} {candidates(name)} of each method were compared on dev of {tuned}, in grids that widen "
         f"where the best one is at an edge, by a [protocol](protocols/{name}.md) fixed before the runs. A seed splits "
         "the same images anew, pretrains its own base, and decides the order of batches and the draws; intervals are "
         "optimistic, since seeds share the images. "
         f"{since(result, OTHER_WORK)}{by_merger(result['test'])}{end}\n"
+    )
+
+
+def digits_equal_passes(result: dict[str, Any]) -> str:
+    """The same methods and seeds at equal passes, after the study."""
+    return (
+        f"{one_pass('digits_equal_passes', result, whole=True)}\n"
+        "The same seeds at equal passes, [fixed](protocols/digits_equal_passes.md) after the study above and before "
+        f"these runs; {seeds(result)}, eight mergers. {since(result, OTHER_WORK).rstrip()}\n"
     )
 
 
@@ -183,20 +192,30 @@ def since(result: dict[str, Any], times: str) -> str:
     return f"{times} From `{result['command']}` at commit {result['commit'][:7]} on {result['hardware']}.\n\n"
 
 
-def one_pass(name: str, result: dict[str, Any]) -> str:
-    """Passes, scores, differences from FT and from both of ASAM, and training times, by method."""
+def one_pass(name: str, result: dict[str, Any], *, whole: bool = False) -> str:
+    """Passes, scores, differences from FT and from all of ASAM, and training times, by method.
+
+    Args: whole: passes of the training, not of a step.
+    """
     test = result["test"]
-    rivals = [name for name in ("ASAM", "ASAM, half the steps") if name in test]
-    seconds = training_seconds(name)
+    rivals = [name for name in test if name.startswith("ASAM")]
+    seconds, steps = training_seconds(name), steps_of(name)
     lines = []
     for label, scores in test.items():
         ratio = mean(seconds[label][seed] / seconds["FT"][seed] for seed in result["seeds"])
         against = [of_pair(test[rival]["All"], scores["All"]) if label != rival else "-" for rival in rivals]
         values = spread(scores["Expert"]), spread(scores["All"]), interval(result, label), *against, f"{ratio:.2f}"
-        lines.append((label, str(passes(label)), *values))
+        lines.append((label, f"{passes(label) * (steps[label] if whole else 1):,}", *values))
     differences = (f"- {name} (95 %)" for name in ("FT", *rivals))
     count = {5: "five", 8: "eight"}[len(mergers_of(test))]
-    head = "Method", "Passes a step", "Expert", f"Mean of {count} mergers", *differences, "Training time x FT"
+    head = (
+        "Method",
+        "Passes" if whole else "Passes a step",
+        "Expert",
+        f"Mean of {count} mergers",
+        *differences,
+        "Training time x FT",
+    )
     return table(head, lines)
 
 
@@ -333,6 +352,12 @@ def ranged(found: Mapping[str, Any]) -> str:
 def passes(label: str) -> int:
     """Backward passes in a step of a method."""
     return 2 if label.startswith("ASAM") else 1
+
+
+def steps_of(name: str) -> dict[str, int]:
+    """Steps of training by method."""
+    lines = map(json.loads, (RESULTS / f"{name}_runs.jsonl").read_text(encoding="utf-8").splitlines())
+    return {line["label"]: line["training"]["steps"] for line in lines}
 
 
 def training_seconds(name: str) -> dict[str, dict[int, float]]:
@@ -658,6 +683,11 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
             end=" FT takes twice the steps of the others with Adam: its dev scores chose that.",
         ),
     ),
+    "digits_passes": (
+        "docs/studies.md",
+        partial(on_digits, name="digits_passes", tuned="two other seeds", budget=True),
+    ),
+    "digits_equal_passes": ("docs/studies.md", digits_equal_passes),
     "digits_length": ("docs/studies.md", digits_length),
     "digits_lora": ("docs/studies.md", partial(on_digits, name="digits_lora", tuned="another seed")),
     "text": ("docs/studies.md", partial(pretrained, "text", "five tasks")),

@@ -134,50 +134,42 @@ def _table(kind: torch.dtype) -> Tensor:
     return torch.arange(256, dtype=torch.uint8).view(kind).float()
 
 
-class Opened(NamedTuple):
-    """Leaves of a checkpoint and how they are read, as in `reading.Folder`, and a note."""
-
-    leaves: dict[str, Tensor]
-    reads: dict[str, Read]
-    note: str = ""
-
-
 def dequantised(
-    label: str, leaves: Mapping[str, Tensor], reads: Mapping[str, Read], config: Mapping[str, Any], problems: list[str]
-) -> Opened:
-    """The leaves, those in 8-bit floats or MXFP4 as the values that they stand for, in the dtype that ``config`` names.
+    label: str, stored: Mapping[str, Tensor], read: Mapping[str, Read], config: Mapping[str, Any], problems: list[str]
+) -> tuple[dict[str, Tensor], dict[str, Read], str]:
+    """Leaves and how they are read, those in 8-bit floats or MXFP4 as the values that they stand for, and a note.
 
-    Their scales are left out, and so is what only arithmetic in 8 bits needs. Errors for weights whose scales are
-    unknown or do not fit go into ``problems``.
+    Values have the dtype that ``config`` names. Their scales are left out, and so is what only arithmetic in 8 bits
+    needs. Errors for weights whose scales are unknown or do not fit go into ``problems``.
+
+    Args: stored: meta tensors by name; read: reads each of them.
     """
     dtype, block = _dtype(config), _block(config)
-    found, count, left_out = Opened({}, {}), 0, set[str]()
-    for name, leaf in leaves.items():
-        own, read = leaf, reads[name]
+    leaves, reads, left_out = dict[str, Tensor](), dict[str, Read](), set[str]()
+    count = 0
+    for name, leaf in stored.items():
+        path, value, values = name, leaf, read[name]
         if leaf.dtype in _WEIGHTS and not _unread(name):
-            scales = _scales_of(name, leaves)
-            own, read = leaf.to(dtype), Widened(read, dtype)
-            if scales is None:
-                problems += _without_scales(label, name, leaves, config)
-            elif (grid := Grid.of(leaf.shape, leaves[scales].shape, block)) is None:
-                shapes = f"{tuple(leaves[scales].shape)}, its weight {tuple(leaf.shape)}"
+            value, values = leaf.to(dtype), Widened(read[name], dtype)
+            if (scales := _scales_of(name, stored)) is None:
+                problems += _without_scales(label, name, stored, config)
+            elif (grid := Grid.of(leaf.shape, stored[scales].shape, block)) is None:
+                shapes = f"{tuple(stored[scales].shape)}, its weight {tuple(leaf.shape)}"
                 problems.append(f"{label}: {scales!r} has shape {shapes}, which it does not cover in equal blocks")
             else:
-                read = Scaled(reads[name], reads[scales], grid, dtype)
+                values = Scaled(read[name], read[scales], grid, dtype)
             left_out.add(scales or "")
-        elif (powers := _powers_of(name, leaves)) is not None:
-            name, own = name.removesuffix(_BLOCKS), _unpacked(leaf).to(dtype)
-            read = Unpacked(read, reads[powers], leaf.shape, dtype)
+        elif (powers := _powers_of(name, stored)) is not None:
+            path, value = name.removesuffix(_BLOCKS), _unpacked(leaf).to(dtype)
+            values = Unpacked(read[name], read[powers], leaf.shape, dtype)
             left_out.add(powers)
-        count += own is not leaf
-        found.leaves[name], found.reads[name] = own, read
+        count += value is not leaf
+        leaves[path], reads[path] = value, values
     if not count:
-        return found
-    for name in leaves:
-        if name in left_out or _unread(name):
-            del found.leaves[name], found.reads[name]
-    read_as = f"{count} quantised parameters, read as {dtype_name(torch.empty(0, dtype=dtype))}"
-    return found._replace(note=f"{label} holds {read_as}: changes of weights include what their rounding changed")
+        return leaves, reads, ""
+    leaves = {path: leaf for path, leaf in leaves.items() if path not in left_out and not _unread(path)}
+    told = f"{label} holds {count} quantised parameters, read as {dtype_name(torch.empty(0, dtype=dtype))}"
+    return leaves, reads, f"{told}: changes of weights include what their rounding changed"
 
 
 def _unread(name: str) -> bool:

@@ -131,8 +131,7 @@ def open_folder(label: str, path: Path) -> Folder:
                 )
             leaves[own], reads[own] = leaf, Stored(store, name)
     configs = {place: config_of(place) for place in (path, *(path / prefix for prefix in modules))}
-    opened = dequantised(label, leaves, reads, configs[path], problems)
-    leaves = opened.leaves
+    leaves, reads, dequantising = dequantised(label, leaves, reads, configs[path], problems)
     problems += refused(label, configs, leaves)
     if path.is_file() and (factor := next(filter(FACTOR.search, leaves), None)):
         problems.append(
@@ -147,8 +146,7 @@ def open_folder(label: str, path: Path) -> Folder:
     outputs |= {"": DIFFUSION} if _main(own_files) == DIFFUSION else {}
     note = f"{label} holds an adapter beside its weights, which is left out: merge the adapter first if it is to count"
     beside = (path / "adapter_config.json").is_file()
-    found = Folder(label, leaves, opened.reads, stores, path, outputs=outputs)
-    return found.noted(note if beside else "", opened.note)
+    return Folder(label, leaves, reads, stores, path, outputs=outputs).noted(note if beside else "", dequantising)
 
 
 def _misplaced(where: str, there: Iterable[str], placed: Collection[str]) -> list[str]:
