@@ -76,6 +76,7 @@ TESTS = {
     "folders/inputs/adapters/changes.py": "tests/folders/test_products.py",
     "folders/inputs/adapters/products.py": "tests/folders/test_products.py",
     "folders/inputs/adapters/experts.py": "tests/folders/test_products.py",
+    "folders/inputs/quantised.py": "tests/folders/test_quantised.py",
     "folders/inputs/adapters/places.py": "tests/folders/test_original_names.py",
     "folders/inputs/adapters/original_names.py": "tests/folders/test_original_names.py",
     "folders/inputs/adapters/original_names.py:flat": "tests/folders/test_lora_files.py",

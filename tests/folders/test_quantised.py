@@ -182,6 +182,12 @@ def test_what_cannot_be_read_is_an_error(tree, config, told, folders, tmp_path):
         plan(TA, folder, {"x": folder}, tmp_path / "out")
 
 
+def test_scales_of_another_number_of_matrices_are_an_error(folders, tmp_path):
+    tree = {"q": drawn(2, 4, 4).to(E4M3), "q_scale_inv": torch.ones(3, 2, 2)}
+    with pytest.raises(ValueError, match=r"'q_scale_inv' has shape \(3, 2, 2\), its weight \(2, 4, 4\), which it does"):
+        open_folder("base", folders.save(tmp_path / "x", tree))
+
+
 @pytest.mark.parametrize(
     "config",
     [
