@@ -104,7 +104,7 @@ def main() -> None:
 def runs(folder: Path) -> Iterator[Run]:
     """All runs whose results are stored in a folder."""
     for file in sorted(folder.glob("*_runs.jsonl")):
-        if file.name.endswith("_mergers_runs.jsonl"):
+        if file.name.endswith(("_mergers_runs.jsonl", "_equal_passes_runs.jsonl")):
             continue  # experts of another study once more
         yield from _evaluated(folder, file.name.removesuffix("_runs.jsonl"), lines(file))
     for file in sorted(folder.glob("*_tuning.json")):

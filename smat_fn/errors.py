@@ -43,13 +43,13 @@ def raise_problems(problems: Sequence[str], of: str = "") -> None:
     raise Problems([*shown, f"and {len(once) - len(shown)} more like these"])
 
 
-def suggestion(value: str, known: Iterable[str], *, alike: float = 0.6) -> str:
+def suggestion(value: str, known: Iterable[str], *, alike: float = 0.6, beginning: bool = True) -> str:
     """ ", did you mean 'smat'?" for a value that begins one of ``known``, or is nearly one, else an empty text.
 
-    Args: alike: the share of two words that must agree.
+    Args: alike: the share of two words that must agree; beginning: a value may be the beginning of one.
     """
     names, word = list(known), value.lower()
-    near = [name for name in names if len(word) > 2 and name.lower().startswith(word)]
+    near = [name for name in names if beginning and len(word) > 2 and name.lower().startswith(word)]
     near = near or get_close_matches(word, names, n=1, cutoff=alike)
     return f", did you mean {near[0]!r}?" if near else ""
 

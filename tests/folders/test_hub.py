@@ -83,21 +83,47 @@ def test_one_file_of_a_repository_is_downloaded_alone(hub, models, tmp_path):
     for name, source in {"one": "one", "styles/two": "two"}.items():
         (many / f"{name}.safetensors").write_bytes((models / source / "model.safetensors").read_bytes())
     hub.add("owner/many", many)
-    hub.add("owner/many", models / "base", revision="v2")
+    (tmp_path / "start").mkdir()
+    (tmp_path / "start/base.safetensors").write_bytes((models / "base/model.safetensors").read_bytes())
+    hub.add("owner/many", tmp_path / "start", revision="v2")
     folders = {"x": models / "one", "y": models / "two"}
     merge_folders(TA, models / "base", folders, tmp_path / "local")
     given = {"x": "owner/many/one.safetensors", "y": "owner/many@main/styles/two.safetensors"}
     for _ in range(2):  # the second time from the cache
-        merge_folders(TA, "owner/many@v2/model.safetensors", given, tmp_path / "out")
+        merge_folders(TA, "owner/many@v2/base.safetensors", given, tmp_path / "out")
         assert bits(tmp_path / "out") == bits(tmp_path / "local")
         shutil.rmtree(tmp_path / "out")
     fetched = [path.rpartition("/resolve/")[2] for path in hub.downloaded()]
-    assert sorted(fetched) == ["main/one.safetensors", "main/styles/two.safetensors", "v2/model.safetensors"]
+    assert sorted(fetched) == ["main/one.safetensors", "main/styles/two.safetensors", "v2/base.safetensors"]
     told = r"repository owner/many has no file three.safetensors: its weights are one.safetensors, styles/two.safe"
     with pytest.raises(ValueError, match=told):
         plan(TA, models / "base", {"x": "owner/many/three.safetensors"}, tmp_path / "none")
-    with pytest.raises(ValueError, match=r"repository owner/none/one.safetensors|hub did not give"):
+    told = (
+        "there is no file owner/none/one.safetensors, and the hub did not give one.safetensors of a repository owner/"
+    )
+    with pytest.raises(ValueError, match=told):
         plan(TA, models / "base", {"x": "owner/none/one.safetensors"}, tmp_path / "none")
+    hub.add("owner/whole", models / "one")
+    told = "owner/whole/model.safetensors is a file of a folder: give the repository, owner/whole"
+    for _ in range(2):  # before the repository is in the cache, and after
+        with pytest.raises(ValueError, match=told):
+            plan(TA, models / "base", {"x": "owner/whole/model.safetensors"}, tmp_path / "none")
+        plan(TA, models / "base", {"x": "owner/whole"}, tmp_path / "none")
+
+
+def test_quantised_weights_are_compared_after_the_download(hub, models, tmp_path):
+    blocks = torch.randint(256, (1, 3, 1, 16), generator=torch.Generator().manual_seed(0)).byte()
+    tree = {"e.down_proj_blocks": blocks, "e.down_proj_scales": torch.full((1, 3, 1), 127, dtype=torch.uint8)}
+    for name in "packed", "plain":
+        (tmp_path / name).mkdir()
+    save_file(tree, tmp_path / "packed/model.safetensors")
+    (tmp_path / "packed/config.json").write_text('{"quantization_config": {"quant_method": "mxfp4"}}')
+    save_file({"e.down_proj": torch.ones(1, 32, 3, dtype=torch.bfloat16)}, tmp_path / "plain/model.safetensors")
+    hub.add("owner/packed", tmp_path / "packed")
+    hub.add("owner/plain", tmp_path / "plain")
+    merge_folders(TA, "owner/packed", {"x": "owner/plain"}, tmp_path / "out")
+    merge_folders(TA, tmp_path / "packed", {"x": tmp_path / "plain"}, tmp_path / "local")
+    assert bits(tmp_path / "out") == bits(tmp_path / "local")
 
 
 @pytest.mark.parametrize(

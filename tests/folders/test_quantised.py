@@ -9,6 +9,7 @@ import torch
 from smat_fn.config import Della, TaskArithmetic, Ties
 from smat_fn.folders import merge_folders, plan
 from smat_fn.folders.inputs.reading import open_folder
+from smat_fn.scripts.merge import on_disk
 
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 TA = TaskArithmetic(coef=0.5)
@@ -28,6 +29,11 @@ def spread(scales, shape, block):
 def configured(folder, **config):
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def mark(form):
+    """What ComfyUI says of a module."""
+    return torch.tensor([*json.dumps({"format": form}).encode()], dtype=torch.uint8)
 
 
 def fp8(block=None):
@@ -146,7 +152,7 @@ def test_files_of_comfyui(folders, tmp_path):
     values = drawn(6, 4).to(E4M3)
     scaled = {
         "q.weight": values, "q.scale_weight": torch.tensor(0.5), "q.scale_input": torch.tensor(3.0),
-        "q.comfy_quant": torch.zeros(4, dtype=torch.uint8), "scaled_fp8": torch.zeros(2).to(E4M3), "q.bias": drawn(6),
+        "q.comfy_quant": mark("float8_e4m3fn"), "scaled_fp8": torch.zeros(2).to(E4M3), "q.bias": drawn(6),
     }  # fmt: skip
     plain = {"q.weight": values, "norm.scale": torch.ones(4)}  # no scale of q
     files = {name: folders.save(tmp_path / name, tree) for name, tree in {"scaled": scaled, "plain": plain}.items()}
@@ -259,3 +265,108 @@ def _stored(kind, leaves):
         else:
             stored[path] = leaf
     return stored
+
+
+def quantised(*shape, scales, seed=0):
+    """A weight with scales for blocks of 128 x 128, and its values."""
+    values, scale = drawn(*shape, seed=seed).to(E4M3), drawn(*scales, seed=seed + 1).abs()
+    return {"q.weight": values, "q.weight_scale_inv": scale}, values.float() * spread(scale, shape, (128, 128))
+
+
+@pytest.mark.parametrize("place", ["config.json", "text_config", "none", "component"])
+def test_blocks_and_dtype_are_those_of_the_configuration_wherever_it_stands(place, folders, tmp_path):
+    tree, values = quantised(192, 130, scales=(2, 2))
+    asked = {"torch_dtype": "float16", "quantization_config": fp8((128, 128))}
+    folder, prefix, dtype = tmp_path / "x", "", torch.float16
+    if place == "component":
+        folders.save(folder / "unet", tree)
+        configured(folder / "unet", **asked)
+        (folder / "model_index.json").write_text('{"unet": ["diffusers", "UNet2DConditionModel"]}')
+        prefix = "unet/"
+    else:
+        folders.save(folder, tree)
+        if place != "none":
+            configured(folder, **({"text_config": asked} if place == "text_config" else asked))
+        dtype = torch.bfloat16 if place == "none" else dtype
+    found = open_folder("base", folder)
+    assert torch.equal(found.leaf(f"{prefix}q.weight"), values.to(dtype))
+    merge_folders(TA, folder, {"x": folder}, tmp_path / "out")
+    for file in tmp_path.glob("out/**/config.json"):
+        assert "quantization_config" not in file.read_text()
+    (made,) = tmp_path.glob("out/**/*.safetensors")
+    assert torch.equal(folders.load(made.parent)["q.weight"], values.to(dtype))
+
+
+def test_a_finished_merge_is_of_its_configuration(folders, tmp_path):
+    tree, _ = quantised(192, 130, scales=(2, 2))
+    folder = configured(folders.save(tmp_path / "x", tree), quantization_config=fp8((96, 65)))
+
+    def lines():
+        asked = on_disk.order(folder, {"y": folder}, out=tmp_path / "out", seed=0)
+        return list(on_disk.run([TA], asked, dry_run=False, push=None, public=False))
+
+    assert not lines()[0].startswith("kept")
+    assert lines()[0].startswith("kept")
+    configured(folder, quantization_config=fp8((128, 128)))
+    with pytest.raises(ValueError, match="holds another merge"):
+        lines()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a.q.kv_scale", "a.q.output_scale", "a.q.input_scale_ub", "a.q.input_zero_point", "a.k_zero_point", "a.k_scale"],
+)
+def test_numbers_for_activations_and_the_cache_are_left_out_and_parameters_are_not(name, folders, tmp_path):
+    tree = {"a.q.weight": drawn(4, 4).to(E4M3), "a.q.weight_scale": torch.ones(1), name: torch.ones(1)}
+    found = open_folder("base", folders.save(tmp_path / "x", tree | {"a.q_scale": drawn(4)}))
+    assert sorted(found.leaves) == ["a.q.weight", "a.q_scale"]
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"d.qkv.weight": (4, 4), "d.norm.key_norm.scale": (4,)},
+        {"c.positional_embedding": (4, 4), "c.logit_scale": None},
+        {"b.modulation": (1, 6, 4), "b.scale_shift_table": (4,), "scale": (3,)},
+    ],
+)
+def test_a_model_saved_in_8_bits_may_have_parameters_that_are_called_scales(tree, folders, tmp_path):
+    own = {name: torch.tensor(4.6) if shape is None else drawn(*shape).to(E4M3) for name, shape in tree.items()}
+    found = open_folder("base", folders.save(tmp_path / "x", own))
+    assert sorted(found.leaves) == sorted(tree)
+    assert all(torch.equal(leaf, own[name].to(leaf.dtype)) for name, leaf in found.tensors().items())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"weight_block_size": [0, 128]}, {"weight_block_size": ["a", "b"]}, {"weight_block_size": [-1, 2]},
+        {"config_groups": {"FP8": ["Linear"]}}, {"config_groups": ["a"]}, {"config_groups": {"FP8": {"weights": 3}}},
+    ],
+)  # fmt: skip
+def test_settings_that_name_no_block_are_ignored(settings, folders, tmp_path):
+    method = {"quant_method": "compressed-tensors", "format": "naive-quantized"}
+    folder = folders.save(tmp_path / "x", {"a.weight": drawn(4, 4).to(E4M3), "a.weight_scale": torch.ones(2, 2)})
+    found = open_folder("base", configured(folder, quantization_config=method | settings))
+    assert torch.equal(found.leaf("a.weight"), drawn(4, 4).to(E4M3).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("tree", "settings", "told"),
+    [
+        ({"q.comfy_quant": mark("mxfp8")}, None, "'q.comfy_quant' says format mxfp8, which is not read: merge the"),
+        ({"q.weight_scale": torch.ones(1).int()}, None, "'q.weight_scale' is int32, scales must be floats or powers"),
+        ({"q.weight_scale_2": torch.ones(1)}, None, "it holds parameter 'q.weight_scale_2'"),
+        ({"e.down": torch.ones(4, 4).char(), "e.down_scale": torch.ones(4, 1)}, None, "it holds parameter 'e.down', i"),
+        ({"e.d_blocks": torch.ones(1, 2, 1, 16).byte(), "e.d_scales": torch.ones(1, 2, 1).byte(), "e.d": drawn(2)},
+         None, "'e.d' is stored twice, once as 'e.d_blocks'"),
+        ({}, {"format": "float-quantized", "transform_config": {"config_groups": {}}}, r"quantised \(compressed-"),
+    ],
+)  # fmt: skip
+def test_other_formats_are_told_by_what_they_hold(tree, settings, told, folders, tmp_path):
+    own = {"q.weight": drawn(4, 4).to(E4M3), "q.weight_scale": torch.ones(1)} | tree
+    folder = folders.save(tmp_path / "x", own)
+    if settings is not None:
+        configured(folder, quantization_config={"quant_method": "compressed-tensors"} | settings)
+    with pytest.raises(ValueError, match=told):
+        open_folder("base", folder)

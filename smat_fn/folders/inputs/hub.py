@@ -14,7 +14,7 @@ from ...tree import unwrapped
 from .adapters.config import CONFIG as ADAPTER
 from .adapters.peft import BESIDE
 from .optional_leaves import as_base_spells, may_be_spare, recast
-from .quantised import refused_by_config
+from .quantised import quantised_by, refused_by_config
 from .reading import PICKLED, PICKLES, SUFFIXES, config_of, open_folder
 from .stacks import folders_of
 from .stored import DTYPES
@@ -22,6 +22,7 @@ from .towers import part_config
 from .vocabulary import HEAD, by_token
 
 _NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?(/(?P<file>.+))?")
+_OF_FOLDERS = re.compile(r"(model|diffusion_pytorch_model|adapter_model)(-\d+-of-\d+)?\.safetensors")
 _FILES = [
     *("*.safetensors", "*.json", "*.model", "*.txt", "*.tiktoken", "*.spm", "*.jinja", "*.py", "*.codes"),
     *("*.tokenizer", "README.md", *BESIDE),  # the last ones are not read: with them an adapter is refused
@@ -60,10 +61,13 @@ def local_folder(label: str, path: Path, *, fetch: bool = True) -> Path:
     README.md are fetched; a broken connection is resumed. HF_HUB_OFFLINE, and ``fetch`` off, take them from the cache
     alone. Private repositories need the token of the hub's own client.
 
-    Raises: ValueError if there is neither a folder nor a repository of this name, or the hub cannot be reached.
+    Raises: ValueError if there is neither a folder nor a repository of this name, the hub cannot be reached, or one
+        file of a model's folder is named.
     """
     if (remote := remote_of(path)) is None:
         return path
+    if remote.file is not None and _OF_FOLDERS.fullmatch(Path(remote.file).name):
+        raise ValueError(f"{label}: {path} is a file of a folder: give the repository, {remote.repository}")
     from huggingface_hub import hf_hub_download, snapshot_download
 
     local: dict[str, Any] = {} if fetch else {"local_files_only": True}
@@ -132,6 +136,12 @@ def _not_given(label: str, path: Path, error: BaseException) -> str:
             f"{label}: the hub's repository {path} is gated, and it did not give its files ({first_line(error)}): ask "
             "for access on its page, and set HF_TOKEN or call hf auth login; or give a folder"
         )
+    if (remote := remote_of(path)) and remote.file:
+        return (
+            f"{label}: there is no file {path}, and the hub did not give {remote.file} of a repository "
+            f"{remote.repository} ({first_line(error)}): {_way_out(error)}give a file, or fetch it first with hf "
+            "download"
+        )
     return (
         f"{label}: there is no folder {path}, and the hub did not give a repository of this name "
         f"({first_line(error)}): {_way_out(error)}give a folder, or fetch it first with hf download"
@@ -196,10 +206,13 @@ def _comparable(start: Leaves, leaves: Leaves, config: Mapping[str, Any], *, row
 
 
 def _headers(path: Path) -> Leaves | None:
-    """The leaves of a repository that is not in the cache yet; None for a single file, which may be an adapter's."""
+    """The leaves of a repository that is not in the cache yet.
+
+    None for a single file, which may be an adapter's, and for quantised weights, which are read under other names.
+    """
     from huggingface_hub import HfApi, constants
 
-    if constants.HF_HUB_OFFLINE or _of_file(path):
+    if constants.HF_HUB_OFFLINE or _of_file(path) or quantised_by(_config(path)):
         return None
     try:
         found = HfApi().get_safetensors_metadata(str(repository_of(path)), revision=_revision(path))

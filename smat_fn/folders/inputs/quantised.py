@@ -1,10 +1,11 @@
 """Weights in 8-bit floats or MXFP4 are read as the values that they stand for; other quantised ones are errors."""
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -15,21 +16,29 @@ from .stored import FLOAT8, Read
 _WEIGHTS = torch.float8_e4m3fn, torch.float8_e5m2
 CONFIGURED = "quantization_config", "quantization", "compression_config"  # of MLX; of older compressed-tensors
 _FLOATS = "fp8", "fbgemm_fp8", "mxfp4"  # quant_method in config.json
-_FORMATS = {"compressed-tensors": ("format", "float-quantized"), "modelopt": ("quant_algo", "FP8")}  # of several
+_FORMATS = {  # of several, the field that names it and what is read; int8 of naive-quantized is told by its dtype
+    "compressed-tensors": ("format", ("float-quantized", "naive-quantized")),
+    "modelopt": ("quant_algo", ("FP8",)),
+}
 _AFTER = "_scale_inv", "_scale"  # scales have the name of their weights with this: transformers, DeepSeek; vLLM's tools
 _OF_COMFY = "scale_weight"  # in the module of the weight
-_UNREAD = (  # last parts of names: of activations, of the cache, marks of ComfyUI
-    *("input_scale", "activation_scale", "scale_input", "k_scale", "v_scale", "q_scale", "prob_scale"),
-    *("scaled_fp8", "comfy_quant"),
+_NUMBERS = (  # last parts of names of single numbers: of activations and of the cache
+    *("input_scale", "activation_scale", "scale_input", "output_scale", "input_scale_ub"),
+    *("input_zero_point", "output_zero_point", "k_zero_point", "v_zero_point"),
+    *("k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale"),
 )
+_MARK, _COMFY = "scaled_fp8", "comfy_quant"  # of ComfyUI: of a whole file, and of a module, as JSON
+_COMFY_FORMATS = "float8_e4m3fn", "float8_e5m2"  # others have their scales in another order
+_OF_SCALES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e8m0fnu, torch.uint8)
 _BLOCKS, _POWERS, _GROUP = "_blocks", "_scales", 32  # of MXFP4: packed weights, and a power of two for each 32 of them
 _FP4 = [sign * size for sign in (1.0, -1.0) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
 _PAIRS = torch.tensor([[_FP4[byte & 15], _FP4[byte >> 4]] for byte in range(256)])  # the two weights of each byte
 _OTHERS = (  # last parts of names of other formats: GPTQ and AWQ, bitsandbytes, compressed-tensors, HQQ
     *("qweight", "qzeros", "g_idx"),
     *("SCB", "absmax", "quant_map", "nested_absmax", "bitsandbytes__nf4", "bitsandbytes__fp4"),
-    *("weight_packed", "weight_scale", "weight_zero_point", "weight_scale_inv", "W_q"),
+    *("weight_packed", "weight_scale", "weight_scale_2", "weight_zero_point", "weight_scale_inv", "W_q"),
 )
+_DEEPSEEK = 128, 128  # its blocks
 _WAY_OUT = "merge the checkpoint it was made from, or a dequantised copy"
 
 
@@ -135,47 +144,63 @@ def _table(kind: torch.dtype) -> Tensor:
 
 
 def dequantised(
-    label: str, stored: Mapping[str, Tensor], read: Mapping[str, Read], config: Mapping[str, Any], problems: list[str]
+    label: str,
+    stored: Mapping[str, Tensor],
+    read: Mapping[str, Read],
+    configs: Mapping[str, Mapping[str, Any]],
+    problems: list[str],
 ) -> tuple[dict[str, Tensor], dict[str, Read], str]:
     """Leaves and how they are read, those in 8-bit floats or MXFP4 as the values that they stand for, and a note.
 
-    Values have the dtype that ``config`` names. Their scales are left out, and so is what only arithmetic in 8 bits
-    needs. Errors for weights whose scales are unknown or do not fit go into ``problems``.
+    Values have the dtype that their config.json names. Their scales are left out, and so is what only arithmetic in 8
+    bits needs. Errors for weights whose scales are unknown or do not fit go into ``problems``.
 
-    Args: stored: meta tensors by name; read: reads each of them.
+    Args: stored: meta tensors by name; read: reads each of them; configs: of the model, "", and of its components.
     """
-    dtype, block = _dtype(config), _block(config)
     leaves, reads, left_out = dict[str, Tensor](), dict[str, Read](), set[str]()
-    count = 0
+    count, like_scales = 0, dict[str, list[str]]()
+    for name in stored:
+        module, _, last = name.rpartition(".")
+        if "scale" in last:
+            like_scales.setdefault(module, []).append(name)
     for name, leaf in stored.items():
         path, value, values = name, leaf, read[name]
-        if leaf.dtype in _WEIGHTS and not _unread(name):
-            value, values = leaf.to(dtype), Widened(read[name], dtype)
+        if leaf.dtype in _WEIGHTS and name.rpartition(".")[2] != _MARK:
+            config = _own(configs, name)
+            value, values = leaf.to(_dtype(config)), Widened(read[name], _dtype(config))
             if (scales := _scales_of(name, stored)) is None:
-                problems += _without_scales(label, name, stored, config)
-            elif (grid := Grid.of(leaf.shape, stored[scales].shape, block)) is None:
-                shapes = f"{tuple(stored[scales].shape)}, its weight {tuple(leaf.shape)}"
-                problems.append(f"{label}: {scales!r} has shape {shapes}, which it does not cover in equal blocks")
+                problems += _without_scales(label, name, like_scales, config)
             else:
-                values = Scaled(read[name], read[scales], grid, dtype)
-            left_out.add(scales or "")
+                left_out.add(scales)
+                if grid := _grid(label, name, stored, scales, config, problems):
+                    values = Scaled(read[name], read[scales], grid, value.dtype)
+                problems += _other_format(label, name, stored, read)
         elif (powers := _powers_of(name, stored)) is not None:
-            path, value = name.removesuffix(_BLOCKS), _unpacked(leaf).to(dtype)
-            values = Unpacked(read[name], read[powers], leaf.shape, dtype)
+            path, value = name.removesuffix(_BLOCKS), _unpacked(leaf).to(_dtype(_own(configs, name)))
+            values = Unpacked(read[name], read[powers], leaf.shape, value.dtype)
             left_out.add(powers)
+        if path in leaves:
+            problems.append(f"{label}: {path!r} is stored twice, once as {name!r}: {_WAY_OUT}")
         count += value is not leaf
         leaves[path], reads[path] = value, values
     if not count:
         return leaves, reads, ""
-    leaves = {path: leaf for path, leaf in leaves.items() if path not in left_out and not _unread(path)}
-    told = f"{label} holds {count} quantised parameters, read as {dtype_name(torch.empty(0, dtype=dtype))}"
+    leaves = {path: leaf for path, leaf in leaves.items() if path not in left_out and not _is_unread(path, leaf)}
+    dtypes = dict.fromkeys(dtype_name(leaf) for path, leaf in leaves.items() if leaf is not stored.get(path))
+    told = f"{label} holds {count} quantised parameters, read as {' and '.join(dtypes)}"
     return leaves, reads, f"{told}: changes of weights include what their rounding changed"
 
 
-def _unread(name: str) -> bool:
-    """Whether a leaf of a checkpoint with quantised weights is none of its parameters."""
+def _own(configs: Mapping[str, Mapping[str, Any]], name: str) -> Mapping[str, Any]:
+    """The config.json of the component that a leaf belongs to."""
+    return configs[max((prefix for prefix in configs if name.startswith(prefix)), key=len)]
+
+
+def _is_unread(name: str, leaf: Tensor) -> bool:
+    """Whether a leaf beside quantised weights is none of the model's parameters."""
     last = name.rpartition(".")[2]
-    return last in _UNREAD or last.endswith(("_input_scale", "_activation_scale"))
+    number = last in _NUMBERS or last.endswith(("_input_scale", "_activation_scale"))
+    return last in (_MARK, _COMFY) or (number and leaf.numel() == 1)
 
 
 def _scales_of(name: str, leaves: Mapping[str, Tensor]) -> str | None:
@@ -185,11 +210,51 @@ def _scales_of(name: str, leaves: Mapping[str, Tensor]) -> str | None:
     return next((own for own in names if own in leaves), None)
 
 
-def _without_scales(label: str, name: str, leaves: Mapping[str, Tensor], config: Mapping[str, Any]) -> Iterator[str]:
-    """An error for a weight without scales that must have some: a model saved in 8 bits as it is has none."""
-    module = f"{name.rpartition('.')[0]}."
-    other = next((own for own in leaves if own.startswith(module) and "scale" in own.removeprefix(module)), None)
-    if other is not None:
+def _grid(
+    label: str,
+    name: str,
+    leaves: Mapping[str, Tensor],
+    scales: str,
+    config: Mapping[str, Any],
+    problems: list[str],
+) -> Grid | None:
+    """How the scales of a weight lie over it; None where they do not fit, which is in ``problems`` then."""
+    shape, own = leaves[name].shape, leaves[scales]
+    if own.dtype not in _OF_SCALES:
+        problems.append(f"{label}: {scales!r} is {dtype_name(own)}, scales must be floats or powers of two: {_WAY_OUT}")
+        return None
+    block = _block(config)
+    if block is None and scales.endswith(_AFTER[0]):  # of DeepSeek, whose files may come without a configuration
+        block = _DEEPSEEK
+    found = Grid.of(shape, own.shape, block)
+    if found is None:
+        shapes = f"{tuple(own.shape)}, its weight {tuple(shape)}"
+        problems.append(f"{label}: {scales!r} has shape {shapes}, which it does not cover in equal blocks: {_WAY_OUT}")
+    return found
+
+
+def _other_format(label: str, name: str, leaves: Mapping[str, Tensor], read: Mapping[str, Read]) -> Iterator[str]:
+    """An error for a module of ComfyUI whose scales lie in another order."""
+    mark = f"{name.rpartition('.')[0]}.{_COMFY}"
+    if mark in leaves:
+        try:
+            kind = json.loads(bytes(read[mark](0, leaves[mark].numel()).tolist())).get("format")
+        except (ValueError, AttributeError, TypeError):
+            kind = None
+        if kind not in _COMFY_FORMATS:
+            yield f"{label}: {mark!r} says format {kind}, which is not read: {_WAY_OUT}"
+
+
+def _without_scales(
+    label: str, name: str, scales: Mapping[str, Sequence[str]], config: Mapping[str, Any]
+) -> Iterator[str]:
+    """An error for a weight without known scales that must have some: a model saved in 8 bits as it is has none.
+
+    Args: scales: leaves whose last word contains "scale", by module.
+    """
+    module, _, last = name.rpartition(".")
+    ends = ((own, own.rpartition(".")[2]) for own in scales.get(module, ()) if own != name)
+    if other := next((own for own, end in ends if last in end or end in ("scale", "scales")), None):
         yield f"{label}: parameter {name!r} is stored in 8-bit floats, and {other!r} is not a known scale: {_WAY_OUT}"
     elif quantised_by(config):
         yield f"{label}: parameter {name!r} is stored in 8-bit floats without a scale: {_WAY_OUT}"
@@ -210,8 +275,7 @@ def _unpacked(leaf: Tensor) -> Tensor:
 
 
 def _dtype(config: Mapping[str, Any]) -> torch.dtype:
-    inner = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
-    names = [own.get(field) for own in (config, inner or {}) for field in ("dtype", "torch_dtype")]
+    names = [own.get(field) for own in _levels(config) for field in ("dtype", "torch_dtype")]
     found = next((name for name in names if name in ("float32", "float16", "bfloat16")), "bfloat16")
     dtype: torch.dtype = getattr(torch, str(found))
     return dtype
@@ -219,30 +283,51 @@ def _dtype(config: Mapping[str, Any]) -> torch.dtype:
 
 def _block(config: Mapping[str, Any]) -> tuple[int, int] | None:
     """Rows and columns of a block, as config.json says; None where it does not."""
-    own = _configured(config)
-    groups = own.get("config_groups")  # of compressed-tensors
-    found = [own.get("weight_block_size")]
-    found += [(group.get("weights") or {}).get("block_structure") for group in (groups or {}).values()]
-    size = next((size for size in found if isinstance(size, list) and len(size) == 2), None)
-    return None if size is None else (int(size[0]), int(size[1]))
+    own, groups = _settings(config), _settings(config).get("config_groups")  # of compressed-tensors
+    weights = [group.get("weights") for group in groups.values() if isinstance(group, dict)] if _is_dict(groups) else []
+    found = [own.get("weight_block_size"), *(scheme.get("block_structure") for scheme in weights if _is_dict(scheme))]
+    sizes = (size for size in found if isinstance(size, list) and len(size) == 2)
+    return next(((a, b) for a, b in sizes if type(a) is type(b) is int and a > 0 and b > 0), None)
 
 
-def _configured(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = next((own for name in CONFIGURED if (own := config.get(name))), None)
-    return found if isinstance(found, dict) else {}
+def _is_dict(found: object) -> TypeGuard[dict[str, Any]]:
+    return isinstance(found, dict)
+
+
+def _levels(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """A configuration, and that of the language model in it."""
+    inner = config.get("text_config")
+    return [config, inner] if _is_dict(inner) else [config]
+
+
+def _asked(config: Mapping[str, Any]) -> Any:
+    """What a config.json says of quantisation."""
+    return next((own for level in _levels(config) for name in CONFIGURED if (own := level.get(name))), None)
+
+
+def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = _asked(config)
+    return found if _is_dict(found) else {}
 
 
 def quantised_by(config: Mapping[str, Any]) -> str:
     """The method of quantisation that a config.json names; "" for a model that is not quantised."""
-    asked = next((own for name in CONFIGURED if (own := config.get(name))), None)
-    return str(asked.get("quant_method", "unknown method") if isinstance(asked, dict) else asked or "")
+    found = _asked(config)
+    return str(found.get("quant_method", "unknown method") if _is_dict(found) else found or "")
+
+
+def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json without what it says of quantisation: weights are written as values."""
+    own = {name: value for name, value in config.items() if name not in CONFIGURED}
+    return own | ({"text_config": plain_config(own["text_config"])} if _is_dict(own.get("text_config")) else {})
 
 
 def refused_by_config(label: str, path: Path, config: Mapping[str, Any]) -> list[str]:
     """An error for a checkpoint whose config.json says that it is quantised in a way that is not read here."""
-    method = quantised_by(config)
-    field, fine = _FORMATS.get(method, ("", None))
-    if not method or method in _FLOATS or (fine and _configured(config).get(field) == fine):
+    method, settings = quantised_by(config), _settings(config)
+    field, fine = _FORMATS.get(method, ("", ()))
+    read = method in _FLOATS or settings.get(field) in fine
+    if not method or (read and not settings.get("transform_config")):
         return []
     return [f"{label}: {path} is quantised ({method}, says its config.json): {_WAY_OUT}"]
 
@@ -254,7 +339,9 @@ def refused(label: str, configs: Mapping[Path, Mapping[str, Any]], leaves: Mappi
         yield from told
         return
     for name, leaf in leaves.items():
-        packed = not leaf.is_floating_point() and name.endswith((".weight", "_blocks"))  # of MLX uint32
+        packed = not leaf.is_floating_point() and (  # of MLX uint32
+            name.endswith((".weight", "_blocks")) or any(name + end in leaves for end in _AFTER)
+        )
         packed |= leaf.dtype in FLOAT8.values()  # exponents of no weight
         if packed or name.rpartition(".")[2] in _OTHERS:
             root = next(iter(configs))

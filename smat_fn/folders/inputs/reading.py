@@ -130,9 +130,11 @@ def open_folder(label: str, path: Path) -> Folder:
                     f"{label}: {path} holds {other!r} and {name!r}, one parameter without its wrapper: save one"
                 )
             leaves[own], reads[own] = leaf, Stored(store, name)
-    configs = {place: config_of(place) for place in (path, *(path / prefix for prefix in modules))}
-    leaves, reads, dequantising = dequantised(label, leaves, reads, configs[path], problems)
-    problems += refused(label, configs, leaves)
+    configs = {prefix: config_of(path / prefix) for prefix in ("", *modules)}
+    leaves, reads, dequantising = dequantised(label, leaves, reads, configs, problems)
+    if dequantising:  # configurations decide the values
+        stores |= {file: None for prefix in configs if (file := path / prefix / "config.json").is_file()}
+    problems += refused(label, {path / prefix: config for prefix, config in configs.items()}, leaves)
     if path.is_file() and (factor := next(filter(FACTOR.search, leaves), None)):
         problems.append(
             f"{label}: {path} holds factors of an adapter ({factor!r}), not weights: give it as an expert of the model "

@@ -11,7 +11,7 @@ import torch
 
 from ...checkpoint import read_json
 from ...errors import problems_of
-from .quantised import CONFIGURED
+from .quantised import plain_config, quantised_by
 from .reading import MODULES, PIPELINE, ROUTER, SUFFIXES, config_of, load_config, module_folders
 from .towers import compared
 from .vocabulary import FITTED
@@ -102,6 +102,9 @@ def beside(
     """
     files: Files = {**_others(base), **files_of(config, CONFIG)}
     files |= tokenizer if isinstance(tokenizer, dict) else files_of(tokenizer, TOKENIZER)
+    for path, file in files.items():  # of components too
+        if path.endswith("config.json") and isinstance(file, Path) and quantised_by(own := _read(file)):
+            files[path] = _json(plain_config(own))
     name = None if dtype is None else str(dtype).removeprefix("torch.")
     if name is None and config != base:
         name = config_of(base).get("dtype") or config_of(base).get("torch_dtype")
@@ -109,10 +112,7 @@ def beside(
         before = config_of(config)
         after = before | dict(changes)
         after |= {field: name for field in ("dtype", "torch_dtype") if name is not None and field in before}
-        after = {
-            field: value for field, value in after.items() if field not in CONFIGURED
-        }  # weights are read as values
-        if (after := _renumbered(after, numbers)) != before or dtype is not None:
+        if (after := _renumbered(plain_config(after), numbers)) != before or dtype is not None:
             files["config.json"] = _json(after)
     if numbers and "generation_config.json" in files:
         files["generation_config.json"] = _json(_renumbered(_read(config / "generation_config.json"), numbers))

@@ -3,7 +3,9 @@
 What a recipe asks for and no merger here does is refused by the name of its field, all of it at once.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -72,11 +74,21 @@ def fields_of(file: Path, kind: str) -> dict[str, Any]:
     return found
 
 
-def recipe_of(found: dict[str, Any], file: Path, *, into: str | None = None, partial: bool = False) -> Recipe:
+def recipe_of(
+    found: dict[str, Any],
+    file: Path,
+    *,
+    into: str | None = None,
+    partial: bool = False,
+    merges: Mapping[str, str] = MappingProxyType({}),
+) -> Recipe:
     """The merge that the fields of a file describe, in mergekit's format or in that of `own.written`.
 
-    Args: file: in which they stand, perhaps in one of its documents; into: the model whose language model is merged
-        (`folders.Options`), so that models differ in their names; partial: models may lack leaves of base.
+    Args:
+        file: in which they stand, perhaps in one of its documents.
+        into: the model whose language model is merged (`folders.Options`), so that models differ in their names.
+        partial: models may lack leaves of base.
+        merges: names of earlier merges of the file, by their folders.
     Raises: ValueError that lists every field that is unknown, malformed, or asks for what no merger here does; no
         model is looked at before.
     """
@@ -88,7 +100,7 @@ def recipe_of(found: dict[str, Any], file: Path, *, into: str | None = None, par
     found = plain(found, file, notes)
     try:
         errors.raise_problems(list(recipe_problems(found, notes)))
-        recipe = resolve(found, inside=into is not None, partial=partial)
+        recipe = resolve(found, inside=into is not None, partial=partial, merges=merges)
         return recipe._replace(notes=(*notes, *recipe.notes))
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error

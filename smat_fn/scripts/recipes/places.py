@@ -79,8 +79,6 @@ def folder_name(path: Path) -> str:
     """The name of a folder, that of the working directory too; of a file of weights, without its suffix."""
     if is_single(path) or (path.suffix in SUFFIXES and repository_of(path)):
         return path.stem
-    if path.parent.parent.name == MERGES:  # of several merges: its own name is that of the merger
-        return path.parent.name
     return path.name if path.name not in ("", "..") else path.resolve().name
 
 

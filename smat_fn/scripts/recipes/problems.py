@@ -21,7 +21,6 @@ IGNORED = ("int8_mask",)  # wherever it stands
 VARIANTS = {("multislerp", "eps"): 1e-8}
 DEFAULTS = {"filter_wise": False, "normalize_weights": True, "eps": 1e-8}  # which change nothing beside any method
 _HERE = "mergekit 0.1.5 ignores it here"
-_NEAR = 0.8  # how much of two words must agree for one to be proposed
 _OF_TOKENIZER = "pad_to_multiple_of", "tokens"
 _OF_METHODS = {name for method in METHODS.values() for name in (*method.per_model, *method.shared)}
 PARAMETERS = frozenset(_OF_METHODS | {name for _, name in VARIANTS})
@@ -32,6 +31,11 @@ SLICE = {
 }  # why a slice has no such field
 NAMED = "auto", *TEMPLATES
 DTYPES = "float32", "bfloat16", "float16", "float64"
+
+
+def misspelled(name: object, known: Iterable[str]) -> str:
+    """ ", did you mean 'density'?" for a name that is nearly one of ``known``: others are ignored."""
+    return suggestion(str(name), known, alike=0.8, beginning=False)
 
 
 def foreign_file(found: Mapping[str, Any], file: Path) -> str:
@@ -162,7 +166,7 @@ def _misplaced(found: Sequence[Any], notes: list[str]) -> Iterator[str]:
             yield f"{whose}: write model: {refs[0]}@REVISION, or delete it; {_HERE}"
         elif name in PARAMETERS:
             yield f"{whose}: put it under parameters there, or delete it; {_HERE}"
-        elif near := suggestion(str(name), ("model", "parameters", "layer_range"), alike=_NEAR):
+        elif near := misspelled(name, ("model", "parameters", "layer_range")):
             yield f"{whose}, which has no such field{near}"
         else:
             notes.append(f"{whose}: ignored, as in mergekit")
@@ -178,7 +182,7 @@ def _unknown_fields(names: Iterable[str], notes: list[str]) -> Iterator[str]:
             yield f"{name} is a field of tokenizer: put it there, as tokenizer: {{{name}: ...}}, or delete it; {_HERE}"
         elif name in PARAMETERS:
             yield f"{name} is a parameter: put it under parameters, or delete it; {_HERE}"
-        elif near := suggestion(str(name), FIELDS, alike=_NEAR):
+        elif near := misspelled(name, FIELDS):
             yield f"{name} is not a field of a recipe{near}"
         else:
             rest.append(str(name))
@@ -230,7 +234,7 @@ def _foreign(names: Mapping[str, Sequence[str]], called: str, method: Method, no
             yield f"{where}: {called} is implemented with {name} {VARIANTS[called, name]} alone, delete it"
         elif name in method.shared:
             yield f"{where}: {name} is one of the whole merge, put it under parameters beside merge_method"
-        elif name not in PARAMETERS and (near := suggestion(str(name), own, alike=_NEAR)):
+        elif name not in PARAMETERS and (near := misspelled(name, own)):
             yield f"{where} is not a parameter of {called}{near}"
         else:
             rest[str(name)] = where

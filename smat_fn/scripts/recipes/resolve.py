@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import isnan, nan
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ... import errors
@@ -50,20 +51,28 @@ class Spot(NamedTuple):
     name: Callable[[int], str]  # there, in a model whose first layer of this slice is given
 
 
-def resolve(found: Mapping[str, Any], *, inside: bool = False, partial: bool = False) -> Recipe:
+def resolve(
+    found: Mapping[str, Any],
+    *,
+    inside: bool = False,
+    partial: bool = False,
+    merges: Mapping[str, str] = MappingProxyType({}),
+) -> Recipe:
     """A recipe whose fields have been checked, with the headers of its models.
 
-    Args: inside, partial: the merge has `into` or `partial` (`Options`); with `into` no value differs by parameter.
+    Args:
+        inside, partial: the merge has `into` or `partial` (`Options`); with `into` no value differs by parameter.
+        merges: names of earlier merges of the file, by their folders: those of experts here.
     Raises: ValueError for models that cannot be opened, ranges of layers and numbers of models that do not fit, and
         parameters that a leaf lacks.
     """
     notes: tuple[str, ...] = ()
     if _is_base_alone(found):
-        found, notes = _copied(found), ("base_model is the only model: the output has its weights",)
+        found, notes = _copied(found), ("base_model is the only model: its weights are written as they are",)
     method, origin = METHODS[found["merge_method"]], found.get("base_model")
     alone = found["merge_method"] == "nuslerp" and origin is None
     slices = _slices(found, method, based=method.based and not alone)
-    names = _slot_names(slices)
+    names = _slot_names(slices, merges)
     refs = dict.fromkeys(s.ref for part in slices for s in (*part.experts, *([part.base] if part.base else [])))
     inputs = {**({} if origin is None else {"base": Path(origin)}), **{f"model {ref!r}": Path(ref) for ref in refs}}
     errors.raise_problems(unavailable(inputs))
@@ -96,20 +105,25 @@ def resolve(found: Mapping[str, Any], *, inside: bool = False, partial: bool = F
             "into requires whole models with one number each, since layers and parameters here are those of base: "
             "merge without the file, by merge.py MERGER --coefs"
         )
-    if _asks_int8_mask(found, slices):
-        notes += ("int8_mask is ignored: masks take no memory here",)
-    if note := NOTES.get(str(found.get("chat_template"))):
-        notes += (note,)
-    if slices[-1].tail:
-        few = " and ".join(name_of(source.ref) for source in slices[-1].experts if source.absent)
-        notes += (f"the last norm and the head are merged without {few}, as in mergekit: slices[0] has fewer models",)
+    notes += tuple(_notes(found, slices, merges))
     options = {"semantics": "mergekit", "out_dtype": found.get("out_dtype") or found.get("dtype") or "same"}
     if whole:
         models = {model.ref: key_of(name) for name, model in zip(names, slices[0].experts, strict=True)}
     else:
-        models = {model.ref: key_of(name_of(model.ref)) for part in slices for model in part.experts}
+        models = {model.ref: key_of(name_of(model.ref, merges)) for part in slices for model in part.experts}
     options |= _beside(found, origin or first_of(found), start.root, models)
     return Recipe(config, base, experts, coef, options, notes)
+
+
+def _notes(found: Mapping[str, Any], slices: Sequence[Slice], merges: Mapping[str, str]) -> Iterator[str]:
+    """What a user should know of how a recipe is read."""
+    if _asks_int8_mask(found, slices):
+        yield "int8_mask is ignored: masks take no memory here"
+    if note := NOTES.get(str(found.get("chat_template"))):
+        yield note
+    if slices[-1].tail:
+        few = " and ".join(name_of(source.ref, merges) for source in slices[-1].experts if source.absent)
+        yield f"the last norm and the head are merged without {few}, as in mergekit: slices[0] has fewer models"
 
 
 def _missing(inputs: Mapping[str, Path]) -> list[str]:
@@ -228,13 +242,13 @@ def _tail(parts: Sequence[Mapping[str, Any]], slices: Sequence[Slice]) -> list[S
     return [Slice([behind(source) for source in last.experts], base, last.parameters, tail=True)]
 
 
-def _slot_names(slices: Sequence[Slice]) -> list[str]:
+def _slot_names(slices: Sequence[Slice], merges: Mapping[str, str]) -> list[str]:
     """A name for the first model of all slices, for the second one, and so on."""
     slots = list(zip(*(part.experts for part in slices), strict=True))
     places = [tuple(None if s.absent else os.path.realpath(_path(s.ref)) for s in slot) for slot in slots]
 
     def of(depth: int) -> list[str]:
-        return ["+".join(dict.fromkeys(_deep(s.ref, depth) for s in slot if not s.absent)) for slot in slots]
+        return ["+".join(dict.fromkeys(_deep(s.ref, depth, merges) for s in slot if not s.absent)) for slot in slots]
 
     # of folders of one name, as many above them as tell them apart
     names = max(map(of, range(1, 5)), key=lambda found: len(set(found)))
@@ -244,11 +258,11 @@ def _slot_names(slices: Sequence[Slice]) -> list[str]:
     return [f"{name}-{names[: i + 1].count(name)}" if name in names[:i] else name for i, name in enumerate(names)]
 
 
-def _deep(ref: str, depth: int) -> str:
+def _deep(ref: str, depth: int, merges: Mapping[str, str]) -> str:
     """The name of a model after the names of folders above it, or of a repository after its owner's."""
     path = _path(ref)
     above = (Path(os.path.abspath(path)) if path.exists() else path).parts[-depth:-1]
-    return "-".join([*above, name_of(ref)])
+    return "-".join([*above, name_of(ref, merges)])
 
 
 def _is_whole(slices: Sequence[Slice]) -> bool:
@@ -468,6 +482,7 @@ def _path(ref: str) -> Path:
     return (adapted_by(Path(ref)) or [Path(ref)])[-1]
 
 
-def name_of(ref: str) -> str:
-    """The expert's name: that of its folder, or of its adapter's folder."""
-    return folder_name(_path(ref))
+def name_of(ref: str, merges: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The expert's name: of an earlier merge its name, else that of its folder, or of its adapter's folder."""
+    path = _path(ref)
+    return merges.get(str(path)) or folder_name(path)

@@ -49,7 +49,9 @@ def _several(args: FromRecipe, documents: Sequence[Mapping[str, Any]]) -> Iterat
                 yield f"{step.label}: checked once {' and '.join(waits)} is merged"
                 continue
             with errors.collected(problems, of=step.label):
-                found = load.recipe_of(placed(step, made), args.file, into=args.into, partial=args.partial)
+                merges = {str(folder): name for name, folder in made.items()}
+                fields = placed(step, made)
+                found = load.recipe_of(fields, args.file, into=args.into, partial=args.partial, merges=merges)
                 yield from _merge(args, found, step.folder(args.out), hashing=hashing)
                 folder = step.folder(args.out) / found.config.name
                 made |= {step.name: folder} if folder.is_dir() else {}

@@ -14,7 +14,6 @@ import yaml
 from torch import Tensor
 
 from .... import checkpoint, errors, random
-from ....errors import suggestion
 from ....folders import Report, chunk_of, local_folder
 from ....folders.files import Hashing, bytes_of, size_text
 from ....folders.inputs.hub import unavailable
@@ -25,7 +24,7 @@ from ... import outcome
 from ...manifests import manifest_of, rewritten_meanwhile
 from ...recipes.load import fields_of
 from ...recipes.places import folder_name, folders_beside, placed, placed_by_name
-from ...recipes.problems import DTYPES
+from ...recipes.problems import DTYPES, misspelled
 from ..experts.inputs import facts_of
 from ..provenance.card import card, licenses_of
 from ..provenance.fingerprints import expert_prints, fingerprints_of
@@ -80,18 +79,17 @@ def load(file: Path) -> Mixture:
         raise ValueError(f"{file}: {'; '.join(problems)}")
     return Mixture(
         found["base_model"],
-        [Expert(**own) for own in (*found["experts"], *(found.get("shared_experts") or ()))],
+        [
+            Expert(**{name: value for name, value in own.items() if name in Expert._fields})
+            for own in (*found["experts"], *(found.get("shared_experts") or ()))
+        ],
         shared=bool(found.get("shared_experts")),
         mode=found.get("gate_mode", "hidden"),
         dtype=found.get("dtype"),
         per_token=found.get("experts_per_token", 2),
         seed=found.get("seed"),
         architecture=found.get("architecture"),
-        notes=tuple(
-            f"{name} is not a field of a mixture: ignored, as in mergekit"
-            for name in found
-            if name not in FIELDS and not suggestion(str(name), FIELDS)
-        ),
+        notes=tuple(_ignored(found)),
     )
 
 
@@ -102,10 +100,20 @@ def architectures_named(name: Any) -> tuple[Architecture, ...]:
     return ARCHITECTURES if name is None else known.get(plain, ())
 
 
+def _misspelled(name: object, known: Sequence[str]) -> str:
+    return "" if name in known else misspelled(name, known)
+
+
+def _ignored(found: Mapping[str, Any]) -> Iterator[str]:
+    """Notes on fields that a mixture does not have, each once."""
+    inner = (*found["experts"], *(found.get("shared_experts") or ()))
+    names = [name for name in found if name not in FIELDS]
+    names += [name for own in inner for name in own if name not in Expert._fields]
+    yield from (f"{name} is not a field of a mixture: ignored, as in mergekit" for name in dict.fromkeys(names))
+
+
 def _problems(found: Mapping[str, Any]) -> Iterator[str]:
-    for name in found:
-        if name not in FIELDS and (near := suggestion(str(name), FIELDS)):
-            yield f"{name} is not a field{near}"
+    yield from (f"{name} is not a field{near}" for name in found if (near := _misspelled(name, FIELDS)))
     named = found.get("architecture")
     if not (known := architectures_named(named)):
         yield f"architecture is {named!r}, must be mixtral, qwen2 or qwen3; transformers has no class of a DeepSeek-MoE"
@@ -144,8 +152,7 @@ def _expert_problems(label: str, own: Any, *, prompts: bool) -> Iterator[str]:
     if not isinstance(own, dict) or not isinstance(own.get("source_model"), str):
         yield f"{label} is {own!r}: must have source_model, a folder or a hub name"
         return
-    names = Expert._fields
-    yield from (f"{label}.{name} is not a field: they are {', '.join(names)}" for name in own if name not in names)
+    yield from (f"{label}.{name} is not a field{near}" for name in own if (near := _misspelled(name, Expert._fields)))
     if "+" in own["source_model"]:
         yield f"{label}.source_model is {own['source_model']!r}: export the adapter first, merge.py export"
     for name in "residual_scale", "noise_scale":

@@ -309,7 +309,13 @@ BAD = {
     "experts_per_token": "2",
     "expert": 1,
     "experts": [
-        {"source_model": "A", "noise_scale": True, "residual_scale": "much", "positive_prompts": "t3", "width": 2},
+        {
+            "source_model": "A",
+            "noise_scale": True,
+            "residual_scale": "much",
+            "positive_prompts": "t3",
+            "residual_scal": 2,
+        },
         {"source_model": "B+LORA"},
         {"model": "C"},
     ],
@@ -319,7 +325,7 @@ NAMED = (
     "base_model is 3",
     "architecture is 'deepseek', must be mixtral, qwen2 or qwen3; transformers has no class of a DeepSeek-MoE",
     "gate_mode is 'guess', must be one of hidden, ", "dtype is 'int8', must be one of ",
-    "experts_per_token is '2'", "experts[0].width is not a field",
+    "experts_per_token is '2'", "experts[0].residual_scal is not a field, did you mean 'residual_scale'?",
     "experts[0].noise_scale is True: must be a number", "experts[0].residual_scale is 'much'",
     "experts[0].positive_prompts is 't3'",
     "experts[1].source_model is 'B+LORA': export", "experts[1].positive_prompts is missing", "experts[2] is {'model'",
@@ -327,9 +333,11 @@ NAMED = (
 
 
 def test_fields_that_mergekit_ignores_are_noted(models, tmp_path):
-    more = {"merge_method": "moe", "tokenizer": "A"}
+    more = {"merge_method": "moe", "tokenizer": "A", "out_dtype": "bfloat16", "width": 2}
     note = "note: {} is not a field of a mixture: ignored, as in mergekit"
-    lines = made(make_moe.file_of("random", models, **more), tmp_path / "out", seed=5)
+    file = make_moe.file_of("random", models, **{name: value for name, value in more.items() if name != "width"})
+    file["experts"][0]["width"] = 2
+    lines = made(file, tmp_path / "out", seed=5)
     assert {note.format(name) for name in more} <= {*lines}
 
 

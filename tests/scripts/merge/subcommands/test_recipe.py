@@ -467,7 +467,7 @@ def test_a_base_alone_is_written_as_it_is(method, form, models, tmp_path, capsys
     a, b = (load_file(folder / "model.safetensors") for folder in (made, plain))
     assert a.keys() == b.keys()
     assert all(torch.equal(leaf, b[path]) for path, leaf in a.items())
-    assert "note: base_model is the only model: the output has its weights\n" in capsys.readouterr().out
+    assert "note: base_model is the only model: its weights are written as they are\n" in capsys.readouterr().out
 
 
 def test_base_and_method_of_all_slices_are_those_of_the_recipe(models, tmp_path):
