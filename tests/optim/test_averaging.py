@@ -52,7 +52,9 @@ def test_training_keeps_its_bits_donated_or_not(optimizer):
 
 def test_without_donation_the_old_average_stays():
     both = averaged(optim.adam(0.1), ema(0.5))
-    params, state = both.update(GRADS[0], both.init(PARAMS), PARAMS)
+    start = both.init(PARAMS)
+    params, state = both.update(GRADS[0], start, PARAMS)
+    testing.assert_trees_equal(start.average, PARAMS)
     before = {path: leaf.clone() for path, leaf in state.average.items()}
     both.update(GRADS[1], state, params)
     testing.assert_trees_equal(state.average, before)

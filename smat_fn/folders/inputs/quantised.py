@@ -301,7 +301,7 @@ def _levels(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _asked(config: Mapping[str, Any]) -> Any:
-    """What a config.json says of quantisation."""
+    """The field of a config.json that says how the model is quantised."""
     return next((own for level in _levels(config) for name in CONFIGURED if (own := level.get(name))), None)
 
 

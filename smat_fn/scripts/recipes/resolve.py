@@ -75,15 +75,9 @@ def resolve(
     names = _slot_names(slices, merges)
     refs = dict.fromkeys(s.ref for part in slices for s in (*part.experts, *([part.base] if part.base else [])))
     inputs = {**({} if origin is None else {"base": Path(origin)}), **{f"model {ref!r}": Path(ref) for ref in refs}}
-    errors.raise_problems(unavailable(inputs))
-    errors.raise_problems(_missing(inputs))
+    errors.raise_problems(unavailable(inputs) or _missing(inputs))
     if whole := _is_whole(slices):
-        first = origin or first_of(found)
-        base = _whole(first, "")
-        experts = {name: _whole(source.ref, first) for name, source in zip(names, slices[0].experts, strict=True)}
-        by_row = found.get("tokenizer") is None and not found.get("tokenizer_source")
-        labelled = {"base": base, **{f"expert {name!r}": path for name, path in experts.items()}}
-        errors.raise_problems(header_problems(labelled, rows=by_row, shapes=not (inside or partial)))
+        base, experts = _whole_models(found, slices[0], names, shapes=not (inside or partial))
     else:
         base = _stack([part.base or _base_of(part.experts, origin) for part in slices])
         experts = {name: _stack([part.experts[i] for part in slices], method.uneven) for i, name in enumerate(names)}
@@ -115,8 +109,21 @@ def resolve(
     return Recipe(config, base, experts, coef, options, notes)
 
 
+def _whole_models(
+    found: Mapping[str, Any], part: Slice, names: Sequence[str], *, shapes: bool
+) -> tuple[Path, dict[str, Path]]:
+    """Base and experts of a recipe without slices. Raises: ValueError for headers that do not fit, as on the hub."""
+    first = found.get("base_model") or first_of(found)
+    base = _whole(first, "")
+    experts = {name: _whole(source.ref, first) for name, source in zip(names, part.experts, strict=True)}
+    by_row = found.get("tokenizer") is None and not found.get("tokenizer_source")
+    labelled = {"base": base, **{f"expert {name!r}": path for name, path in experts.items()}}
+    errors.raise_problems(header_problems(labelled, rows=by_row, shapes=shapes))
+    return base, experts
+
+
 def _notes(found: Mapping[str, Any], slices: Sequence[Slice], merges: Mapping[str, str]) -> Iterator[str]:
-    """What a user should know of how a recipe is read."""
+    """Notes on how a recipe is read."""
     if _asks_int8_mask(found, slices):
         yield "int8_mask is ignored: masks take no memory here"
     if note := NOTES.get(str(found.get("chat_template"))):
