@@ -223,7 +223,8 @@ def publish(protocol: Protocol, outcomes: Mapping[tuple[int, str], Outcome], fac
 def summary(labels: tuple[str, ...], rows: list[Result], mergers: Sequence[str] = ()) -> dict[str, Any]:
     """Scores per seed, drop and paired difference from the reference, by method.
 
-    Differences and drop are of Avg, the mean of the paper's five mergers, or of All, that of the ``mergers`` given.
+    Differences and drop are of Avg, the mean of the paper's five mergers, or of All, that of the ``mergers`` given;
+    there are none without the reference.
     """
     cells = main_table(rows, methods=labels).cells
     test = {label: {column: list(cell.scores) for column, cell in line.items()} for label, line in cells.items()}
@@ -235,7 +236,9 @@ def summary(labels: tuple[str, ...], rows: list[Result], mergers: Sequence[str] 
     others = {label: line for label, line in test.items() if label != REFERENCE}
     return {
         "test": test,
-        "paired": {label: paired(test[REFERENCE][mean], line[mean]) for label, line in others.items()},
+        "paired": {label: paired(test[REFERENCE][mean], line[mean]) for label, line in others.items()}
+        if REFERENCE in test
+        else {},
     }
 
 

@@ -1,6 +1,6 @@
 """One backward pass against two on pretrained backbones.
 
-The protocols are backbones.md, vit_blocks.md, text.md, smollm2_text.md, smollm2_text_passes.md,
+The protocols are backbones.md, vit_blocks.md, vit_length.md, text.md, smollm2_text.md, smollm2_text_passes.md,
 smollm2_text_strengths.md and smollm2_trace.md of docs/protocols.
 
 ``python -m benchmarks backbones FOLDER`` makes the models. ``--dry-run`` takes a few steps of every method on the
@@ -50,6 +50,8 @@ class Backbone(NamedTuple):
     tf32: bool = False  # on a GPU, matrix products of float32 round their inputs
     rows: Callable[[str, Path], Path] | None = None  # writes the rows from the data; none: the data are the rows
     without: tuple[str, ...] = ()  # methods that are left out
+    lengths: tuple[int, ...] = ()  # FT and SMAT at these steps and `rates`, each a label of its own
+    rates: tuple[float, ...] = ()
 
 
 PAPERS = "wa", "ta", "ties", "dare", "della"
@@ -150,10 +152,19 @@ BACKBONES = {
         without=("MSAM",),
     ),
 }
+BACKBONES["vit_length"] = BACKBONES["vit_blocks"]._replace(
+    tuning=(),
+    evaluation=(226, 227, 228),
+    candidates=1,
+    alpha_min=1.0,
+    mergers=("wa", "ta", "ties", "tsv_merge"),
+    lengths=(200, 400, 800, 1600),
+    rates=(1e-4, 2e-4),
+)
 BACKBONES["smollm2_text_strengths"] = BACKBONES["smollm2_text"]._replace(
     evaluation=(284, 285, 286, 287, 288), strengths=True
 )
-Name = Literal["vit", "vit_blocks", "text", "smollm2_text", "smollm2_text_strengths", "smollm2_trace"]
+Name = Literal["vit", "vit_blocks", "vit_length", "text", "smollm2_text", "smollm2_text_strengths", "smollm2_trace"]
 
 
 def study(name: Name, model: str, data: str, options: Mapping[str, Any]) -> Widening:
@@ -163,10 +174,10 @@ def study(name: Name, model: str, data: str, options: Mapping[str, Any]) -> Wide
     eight = (*PRESETS[own.preset].mergers.values(), TsvMerge(), IsoC(), Wudi())
     mergers = tuple(merger for merger in eight if merger.name in (own.mergers or {one.name for one in eight}))
     names = {merger.name for merger in mergers}
-    made = _strengths if own.strengths else _crosses if own.candidates == 5 else _rates
+    made = _lengths if own.lengths else _strengths if own.strengths else _crosses if own.candidates == 5 else _rates
     grids = {label: grid for label, grid in made(own).items() if label not in own.without}
     protocol = Protocol(
-        name=f"{name}_onepass",
+        name=name if own.lengths else f"{name}_onepass",
         preset=own.preset,
         grids={},
         tuning=own.tuning,
@@ -229,6 +240,20 @@ def _strengths(own: Backbone) -> dict[str, Grid]:
         "SMAT": Grid(replaced(smat, sigma=own.sigma), own.training, rate, least),
         "MSAM": Grid(Msam(), own.training, rate, rho),
         "ASAM": Grid(asam, own.training, rate, Axis("rho", _about(0.5))),
+    }
+
+
+def _lengths(own: Backbone) -> dict[str, Grid]:
+    """FT and SMAT at every length and learning rate."""
+    ft, smat = (PRESETS[own.preset].methods[method] for method in ("ft", "smat"))
+    methods = {"FT": ft, "SMAT": replaced(smat, alpha_min=own.alpha_min, sigma=own.sigma)}
+    return {
+        f"{label}, {steps} steps at {rate:g}": Grid(
+            method, replace(own.training, steps=steps, lr=rate), Axis("lr", (rate,)), Axis("steps", (steps,))
+        )
+        for steps in own.lengths
+        for rate in own.rates
+        for label, method in methods.items()
     }
 
 
