@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ...checkpoint import INDEX, WEIGHTS, read_json
-from ...errors import some_of
+from ...errors import raise_problems, some_of
 from ...tree import unwrapped
 from ..files import Identity, identity
 from .quantised import dequantised, refused
@@ -142,8 +142,7 @@ def open_folder(label: str, path: Path) -> Folder:
         )
     if not leaves and not problems:
         problems.append(f"{label}: {path} holds no parameters: download it again, or save the model again")
-    if problems:
-        raise ValueError("; ".join(problems))
+    raise_problems(problems)
     outputs = {prefix: f"{prefix}{_main(placed)}" for prefix, placed in modules.items()}
     outputs |= {"": DIFFUSION} if _main(own_files) == DIFFUSION else {}
     note = f"{label} holds an adapter beside its weights, which is left out: merge the adapter first if it is to count"
