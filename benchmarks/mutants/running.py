@@ -77,6 +77,7 @@ TESTS = {
     "folders/inputs/adapters/products.py": "tests/folders/test_products.py",
     "folders/inputs/adapters/experts.py": "tests/folders/test_products.py",
     "folders/inputs/quantised.py": "tests/folders/test_quantised.py",
+    "folders/inputs/quantised_values.py": "tests/folders/test_quantised.py",
     "folders/inputs/adapters/places.py": "tests/folders/test_original_names.py",
     "folders/inputs/adapters/original_names.py": "tests/folders/test_original_names.py",
     "folders/inputs/adapters/original_names.py:flat": "tests/folders/test_lora_files.py",

@@ -354,7 +354,7 @@ def test_settings_that_name_no_block_are_ignored(settings, folders, tmp_path):
 def test_many_problems_of_a_kind_are_a_few_and_their_number(folders, tmp_path):
     tree = {f"{i}.q.weight": drawn(2, 2).to(E4M3) for i in range(40)}
     tree |= {f"{i}.q.qscale_weight": torch.ones(1) for i in range(40)}
-    with pytest.raises(ValueError, match="; and 37 more like these$"):
+    with pytest.raises(ValueError, match=r"; and 37 more like these$"):
         open_folder("base", folders.save(tmp_path / "x", tree))
 
 

@@ -2,15 +2,14 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from ...tree import dtype_name
+from .quantised_values import GROUP, Grid, Scaled, Unpacked, Widened
 from .stored import FLOAT8, Read
 
 _WEIGHTS = torch.float8_e4m3fn, torch.float8_e5m2
@@ -30,9 +29,7 @@ _NUMBERS = (  # last parts of names of single numbers: of activations and of the
 _MARK, _COMFY = "scaled_fp8", "comfy_quant"  # of ComfyUI: of a whole file, and of a module, as JSON
 _COMFY_FORMATS = "float8_e4m3fn", "float8_e5m2"  # others have their scales in another order
 _OF_SCALES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e8m0fnu, torch.uint8)
-_BLOCKS, _POWERS, _GROUP = "_blocks", "_scales", 32  # of MXFP4: packed weights, and a power of two for each 32 of them
-_FP4 = [sign * size for sign in (1.0, -1.0) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
-_PAIRS = torch.tensor([[_FP4[byte & 15], _FP4[byte >> 4]] for byte in range(256)])  # the two weights of each byte
+_BLOCKS, _POWERS = "_blocks", "_scales"  # of MXFP4: packed weights, and a power of two for each 32 of them
 _OTHERS = (  # last parts of names of other formats: GPTQ and AWQ, bitsandbytes, compressed-tensors, HQQ
     *("qweight", "qzeros", "g_idx"),
     *("SCB", "absmax", "quant_map", "nested_absmax", "bitsandbytes__nf4", "bitsandbytes__fp4"),
@@ -40,107 +37,6 @@ _OTHERS = (  # last parts of names of other formats: GPTQ and AWQ, bitsandbytes,
 )
 _DEEPSEEK = 128, 128  # its blocks
 _WAY_OUT = "merge the checkpoint it was made from, or a dequantised copy"
-
-
-class Grid(NamedTuple):
-    """How scales lie over a weight: matrices, each with blocks of rows and columns that share a scale."""
-
-    matrix: tuple[int, int]  # rows and columns of a matrix of the weight
-    scales: tuple[int, int]  # blocks of rows, and of columns
-    block: tuple[int, int]  # rows and columns of a block
-
-    @classmethod
-    def of(cls, shape: torch.Size, scales: torch.Size, block: tuple[int, int] | None) -> "Grid | None":
-        """The grid of scales of a shape; None where they do not fit. ``block`` is what config.json says."""
-        size, matrix = shape.numel(), ((1, 1, *shape)[-2], (1, *shape)[-1])
-        if not size or not scales.numel():
-            return None
-        if scales.numel() == 1:
-            return cls((size // matrix[1], matrix[1]), (1, 1), (size, matrix[1]))
-        if len(scales) == 1:
-            scales = torch.Size([*scales, 1])
-        if len(scales) != len(shape) or scales[:-2] != shape[:-2]:
-            return None
-        grid = scales[-2], scales[-1]
-        if block is not None and all(-(-n // size) == k for n, size, k in zip(matrix, block, grid, strict=True)):
-            return cls(matrix, grid, block)
-        if any(n % k for n, k in zip(matrix, grid, strict=True)):
-            return None
-        return cls(matrix, grid, (matrix[0] // grid[0], matrix[1] // grid[1]))
-
-
-@dataclass(frozen=True)
-class Scaled:
-    """Reads coordinates of 8-bit floats, each times the scale of its block in float32, rounded once."""
-
-    values: Read
-    scales: Read
-    grid: Grid
-    dtype: torch.dtype
-
-    def __call__(self, start: int, stop: int) -> Tensor:
-        (height, width), (high, wide), (rows, columns) = self.grid
-        first, last = start // width, -(-stop // width)
-        row = torch.arange(first, last)
-        places = row // height * high + row % height // rows
-        held = slice(int(places[0]) * wide, (int(places[-1]) + 1) * wide) if len(row) else slice(0, 0)
-        scales = _float(self.scales(held.start, held.stop)).view(-1, wide)[places - places[:1], :, None]
-        factors = scales.expand(-1, -1, min(columns, width)).reshape(len(row), wide * min(columns, width))[:, :width]
-        own = factors.reshape(-1)[start - first * width :][: stop - start]
-        return _float(self.values(start, stop)).mul_(own).to(self.dtype)
-
-
-@dataclass(frozen=True)
-class Widened:
-    """Reads coordinates of 8-bit floats that have no scales."""
-
-    values: Read
-    dtype: torch.dtype
-
-    def __call__(self, start: int, stop: int) -> Tensor:
-        return _float(self.values(start, stop)).to(self.dtype)
-
-
-@dataclass(frozen=True)
-class Unpacked:
-    """Reads coordinates of MXFP4, whose rows are stored as columns: (experts, columns, groups, bytes of a group)."""
-
-    blocks: Read
-    powers: Read
-    packed: torch.Size
-    dtype: torch.dtype
-
-    def __call__(self, start: int, stop: int) -> Tensor:
-        experts, width, groups, _ = self.packed
-        height = groups * _GROUP
-        blocks = self.blocks(0, self.packed.numel()).view(self.packed)
-        powers = self.powers(0, experts * width * groups).view(experts, width, groups)
-        first, last, found = start // width, -(-stop // width), [torch.empty(0, width, dtype=self.dtype)]
-        while first < last:  # the rows of one expert at a time
-            expert, row = divmod(first, height)
-            end = min(row + last - first, height)
-            cut = slice(row // _GROUP, -(-end // _GROUP))
-            scales = _float(powers[expert, :, cut])
-            pairs = _PAIRS.index_select(0, blocks[expert, :, cut].reshape(-1).int())
-            values = pairs.view(width, -1, _GROUP).mul_(scales[..., None]).view(width, -1).t()
-            found.append(values[row - cut.start * _GROUP :][: end - row].to(self.dtype))
-            first += end - row
-        return torch.cat(found).view(-1)[start % width :][: stop - start]
-
-
-def _float(stored: Tensor) -> Tensor:
-    """8-bit floats, or scales, in float32; bytes are the exponents of powers of two."""
-    kind = torch.float8_e8m0fnu if stored.dtype is torch.uint8 else stored.dtype
-    if kind not in FLOAT8.values():
-        return stored.float()
-    found = _table(kind).index_select(0, stored.contiguous().view(torch.uint8).view(-1).int())
-    return found.view(stored.shape)
-
-
-@lru_cache
-def _table(kind: torch.dtype) -> Tensor:
-    """The values of all bytes: looking them up takes a fifth of the time of torch's conversion."""
-    return torch.arange(256, dtype=torch.uint8).view(kind).float()
 
 
 def dequantised(
@@ -263,7 +159,7 @@ def _without_scales(
 def _powers_of(name: str, leaves: Mapping[str, Tensor]) -> str | None:
     """The name of the powers of two of a weight in MXFP4, as gpt-oss stores its experts; None where it is no such."""
     leaf, powers = leaves[name], leaves.get(own := f"{name.removesuffix(_BLOCKS)}{_POWERS}")
-    packed = leaf.dtype is torch.uint8 and leaf.dim() == 4 and 2 * leaf.shape[-1] == _GROUP
+    packed = leaf.dtype is torch.uint8 and leaf.dim() == 4 and 2 * leaf.shape[-1] == GROUP
     fits = powers is not None and powers.dtype is torch.uint8 and powers.shape == leaf.shape[:-1]
     return own if name.endswith(_BLOCKS) and packed and fits else None
 
@@ -271,7 +167,7 @@ def _powers_of(name: str, leaves: Mapping[str, Tensor]) -> str | None:
 def _unpacked(leaf: Tensor) -> Tensor:
     """A meta tensor in the shape of what `Unpacked` reads."""
     experts, width, groups, _ = leaf.shape
-    return leaf.new_empty(experts, groups * _GROUP, width)
+    return leaf.new_empty(experts, groups * GROUP, width)
 
 
 def _dtype(config: Mapping[str, Any]) -> torch.dtype:
