@@ -41,6 +41,7 @@ class Extracted(NamedTuple):
     lost: float  # ‖Δ‖ of left_out and skipped over ‖Δ‖ of all changed leaves
     tied: tuple[str, ...]  # adapted leaves that are other modules' too: peft changes those as well only when it merges
     bytes: int
+    notes: tuple[str, ...] = ()  # on how base and expert were read
 
 
 class _Opened(NamedTuple):
@@ -155,6 +156,7 @@ def _extracted(
         lost=math.sqrt(lost / size) if size else 0.0,
         tied=() if opened.model is None else tied(opened.model, ranks),
         bytes=sum(tensor.nbytes for tensor in stored.values()),
+        notes=tuple(filter(None, (base.note, expert.note))),
     )
     config = _config(ranks, rank, kept, modules)
     config["fan_in_fan_out"] = any(kinds[module] == "conv1d" for module in ranks)

@@ -99,7 +99,7 @@ def open_models(
     wrong, texts = differences(start.root, roots, chosen=False, template=True, options=False)
     notes += [*texts, *tokenizer_notes(start.root, roots)]
     errors.raise_problems([*problems, *wrong])
-    notes += filter(None, [start.note])
+    notes += filter(None, [folder.note for folder in (start, *named.values())])
     config = mixture_config(architecture, start.root, routed, per_token, shared=shared) | dict(start.config)
     return Models(start, named, architecture, config, tuple(notes), shared)
 

@@ -173,7 +173,8 @@ def export_task(
     errors.raise_problems(problems)
     view = found.model(task, job.base)
     seen = {file: identity(file) for file in view.stores}
-    job = job._replace(experts={task: view}, seen={**job.seen, **seen})
+    notes = tuple(note for note in job.notes if not note.startswith(f"expert {task!r} "))  # base stood in for it
+    job = job._replace(experts={task: view}, seen={**job.seen, **seen}, notes=notes)
     overwrite, read = options.get("overwrite", False), read_by(base, {}, options)
     return write_job(job, shards, out, describe=describe, overwrite=overwrite, more=f"task {task} {read}")
 

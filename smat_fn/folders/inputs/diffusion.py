@@ -8,7 +8,7 @@ from .reading import Folder
 from .stacks import stack_parts
 
 # hashes and thumbnails, dtypes, training by kohya's scripts, merges by the web UI
-_OF_WEIGHTS = re.compile(r"^(ss|sshs|sd_merge)_|hash|(\.thumbnail|dtype)$")
+_OF_WEIGHTS = re.compile(r"^(ss|sshs|sd_merge|_quantization)_|hash|(\.thumbnail|dtype)$")
 # what a model predicts and its noise schedule, as loaders tell them
 _MARKS = {"v_pred", "ztsnr", "edm_vpred.sigma_max", "edm_vpred.sigma_min", "edm_mean", "edm_std"}
 _HASH = re.compile(r"(0x)?[0-9a-f]{32,}", re.IGNORECASE)

@@ -67,7 +67,11 @@ def local_folder(label: str, path: Path, *, fetch: bool = True) -> Path:
     if (remote := remote_of(path)) is None:
         return path
     if remote.file is not None and _OF_FOLDERS.fullmatch(Path(remote.file).name):
-        raise ValueError(f"{label}: {path} is a file of a folder: give the repository, {remote.repository}")
+        inside = Path(remote.file).parent
+        way = f"the repository, {remote.repository}"
+        if str(inside) != ".":
+            way = f"the folder, after hf download {remote.repository} --include '{inside}/*'"
+        raise ValueError(f"{label}: {path} is a file of a folder: give {way}")
     from huggingface_hub import hf_hub_download, snapshot_download
 
     local: dict[str, Any] = {} if fetch else {"local_files_only": True}

@@ -1,9 +1,10 @@
 """Weights in 8-bit floats or MXFP4 are read as the values that they stand for; other quantised ones are errors."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ _NUMBERS = (  # last parts of names of single numbers: of activations and of the
     *("k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale"),
 )
 _MARK, _COMFY = "scaled_fp8", "comfy_quant"  # of ComfyUI: of a whole file, and of a module, as JSON
+_HEADER = "_quantization_metadata"  # the formats of all modules, in the header of a file of ComfyUI
 _COMFY_FORMATS = "float8_e4m3fn", "float8_e5m2"  # others have their scales in another order
 _OF_SCALES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e8m0fnu, torch.uint8)
 _BLOCKS, _POWERS = "_blocks", "_scales"  # of MXFP4: packed weights, and a power of two for each 32 of them
@@ -35,8 +37,16 @@ _OTHERS = (  # last parts of names of other formats: GPTQ and AWQ, bitsandbytes,
     *("SCB", "absmax", "quant_map", "nested_absmax", "bitsandbytes__nf4", "bitsandbytes__fp4"),
     *("weight_packed", "weight_scale", "weight_scale_2", "weight_zero_point", "weight_scale_inv", "W_q"),
 )
-_DEEPSEEK = 128, 128  # its blocks
 _WAY_OUT = "merge the checkpoint it was made from, or a dequantised copy"
+
+
+class Values(NamedTuple):
+    """Leaves of a checkpoint and how they are read, as in `reading.Folder`."""
+
+    leaves: dict[str, Tensor]
+    reads: dict[str, Read]
+    note: str = ""
+    configured: tuple[str, ...] = ()  # components whose config.json decides values
 
 
 def dequantised(
@@ -45,8 +55,8 @@ def dequantised(
     read: Mapping[str, Read],
     configs: Mapping[str, Mapping[str, Any]],
     problems: list[str],
-) -> tuple[dict[str, Tensor], dict[str, Read], str]:
-    """Leaves and how they are read, those in 8-bit floats or MXFP4 as the values that they stand for, and a note.
+) -> Values:
+    """Leaves and how they are read, those in 8-bit floats or MXFP4 as the values that they stand for.
 
     Values have the dtype that their config.json names. Their scales are left out, and so is what only arithmetic in 8
     bits needs. Errors for weights whose scales are unknown or do not fit go into ``problems``.
@@ -54,42 +64,44 @@ def dequantised(
     Args: stored: meta tensors by name; read: reads each of them; configs: of the model, "", and of its components.
     """
     leaves, reads, left_out = dict[str, Tensor](), dict[str, Read](), set[str]()
-    count, like_scales = 0, dict[str, list[str]]()
-    for name in stored:
+    components, like_scales = list[str](), dict[str, list[str]]()
+    for name, leaf in stored.items():
         module, _, last = name.rpartition(".")
-        if "scale" in last:
+        if "scale" in last and leaf.dtype not in _WEIGHTS:
             like_scales.setdefault(module, []).append(name)
     for name, leaf in stored.items():
         path, value, values = name, leaf, read[name]
         if leaf.dtype in _WEIGHTS and name.rpartition(".")[2] != _MARK:
-            config = _own(configs, name)
+            config = configs[_component(configs, name)]
             value, values = leaf.to(_dtype(config)), Widened(read[name], _dtype(config))
             if (scales := _scales_of(name, stored)) is None:
-                problems += _without_scales(label, name, like_scales, config)
+                problems += _without_scales(label, name, stored, like_scales, config)
             else:
                 left_out.add(scales)
                 if grid := _grid(label, name, stored, scales, config, problems):
                     values = Scaled(read[name], read[scales], grid, value.dtype)
-                problems += _other_format(label, name, stored, read)
+            problems += _other_format(label, name, stored, read)
         elif (powers := _powers_of(name, stored)) is not None:
-            path, value = name.removesuffix(_BLOCKS), _unpacked(leaf).to(_dtype(_own(configs, name)))
+            path, value = name.removesuffix(_BLOCKS), _unpacked(leaf).to(_dtype(configs[_component(configs, name)]))
             values = Unpacked(read[name], read[powers], leaf.shape, value.dtype)
             left_out.add(powers)
         if path in leaves:
             problems.append(f"{label}: {path!r} is stored twice, once as {name!r}: {_WAY_OUT}")
-        count += value is not leaf
+        if value is not leaf:
+            components.append(_component(configs, name))
         leaves[path], reads[path] = value, values
-    if not count:
-        return leaves, reads, ""
+    if not components:
+        return Values(leaves, reads)
     leaves = {path: leaf for path, leaf in leaves.items() if path not in left_out and not _is_unread(path, leaf)}
     dtypes = dict.fromkeys(dtype_name(leaf) for path, leaf in leaves.items() if leaf is not stored.get(path))
-    told = f"{label} holds {count} quantised parameters, read as {' and '.join(dtypes)}"
-    return leaves, reads, f"{told}: changes of weights include what their rounding changed"
+    told = f"{label} holds {len(components)} quantised parameters, read as {' and '.join(dtypes)}"
+    note = f"{told}: changes of weights include what their rounding changed"
+    return Values(leaves, reads, note, tuple(dict.fromkeys(components)))
 
 
-def _own(configs: Mapping[str, Mapping[str, Any]], name: str) -> Mapping[str, Any]:
-    """The config.json of the component that a leaf belongs to."""
-    return configs[max((prefix for prefix in configs if name.startswith(prefix)), key=len)]
+def _component(configs: Mapping[str, Mapping[str, Any]], name: str) -> str:
+    """The prefix of the component that a leaf belongs to."""
+    return max((prefix for prefix in configs if name.startswith(prefix)), key=len)
 
 
 def _is_unread(name: str, leaf: Tensor) -> bool:
@@ -119,14 +131,22 @@ def _grid(
     if own.dtype not in _OF_SCALES:
         problems.append(f"{label}: {scales!r} is {dtype_name(own)}, scales must be floats or powers of two: {_WAY_OUT}")
         return None
-    block = _block(config)
-    if block is None and scales.endswith(_AFTER[0]):  # of DeepSeek, whose files may come without a configuration
-        block = _DEEPSEEK
-    found = Grid.of(shape, own.shape, block)
+    found = Grid.of(shape, own.shape, _block(config))
     if found is None:
         shapes = f"{tuple(own.shape)}, its weight {tuple(shape)}"
-        problems.append(f"{label}: {scales!r} has shape {shapes}, which it does not cover in equal blocks: {_WAY_OUT}")
+        problems.append(f"{label}: {scales!r} has shape {shapes}, which it does not cover in blocks: {_WAY_OUT}")
     return found
+
+
+def other_formats(label: str, metadata: Mapping[str, str]) -> Iterator[str]:
+    """An error for a file of ComfyUI whose header names formats that are not read here."""
+    try:
+        layers = json.loads(metadata.get(_HEADER, "{}")).get("layers", {})
+        kinds = {str(own.get("format")) for own in layers.values()}
+    except (ValueError, AttributeError):
+        kinds = {"unknown"}
+    if others := sorted(kinds.difference(_COMFY_FORMATS)):
+        yield f"{label}: the header of its file says formats {', '.join(others)}, which are not read: {_WAY_OUT}"
 
 
 def _other_format(label: str, name: str, leaves: Mapping[str, Tensor], read: Mapping[str, Read]) -> Iterator[str]:
@@ -142,15 +162,20 @@ def _other_format(label: str, name: str, leaves: Mapping[str, Tensor], read: Map
 
 
 def _without_scales(
-    label: str, name: str, scales: Mapping[str, Sequence[str]], config: Mapping[str, Any]
+    label: str,
+    name: str,
+    leaves: Mapping[str, Tensor],
+    scales: Mapping[str, Sequence[str]],
+    config: Mapping[str, Any],
 ) -> Iterator[str]:
     """An error for a weight without known scales that must have some: a model saved in 8 bits as it is has none.
 
-    Args: scales: leaves whose last word contains "scale", by module.
+    Args: scales: leaves whose last word contains "scale" and that are no weights in 8 bits, by module.
     """
     module, _, last = name.rpartition(".")
-    ends = ((own, own.rpartition(".")[2]) for own in scales.get(module, ()) if own != name)
-    if other := next((own for own, end in ends if last in end or end in ("scale", "scales")), None):
+    ends = ((own, own.rpartition(".")[2]) for own in scales.get(module, ()))
+    matrix = leaves[name].dim() > 1
+    if other := next((own for own, end in ends if last in end or (matrix and end in ("scale", "scales"))), None):
         yield f"{label}: parameter {name!r} is stored in 8-bit floats, and {other!r} is not a known scale: {_WAY_OUT}"
     elif quantised_by(config):
         yield f"{label}: parameter {name!r} is stored in 8-bit floats without a scale: {_WAY_OUT}"
@@ -182,8 +207,13 @@ def _block(config: Mapping[str, Any]) -> tuple[int, int] | None:
     own, groups = _settings(config), _settings(config).get("config_groups")  # of compressed-tensors
     weights = [group.get("weights") for group in groups.values() if isinstance(group, dict)] if _is_dict(groups) else []
     found = [own.get("weight_block_size"), *(scheme.get("block_structure") for scheme in weights if _is_dict(scheme))]
+    found = [[int(n) for n in size.split("x")] if _is_product(size) else size for size in found]
     sizes = (size for size in found if isinstance(size, list) and len(size) == 2)
     return next(((a, b) for a, b in sizes if type(a) is type(b) is int and a > 0 and b > 0), None)
+
+
+def _is_product(found: object) -> TypeGuard[str]:
+    return isinstance(found, str) and re.fullmatch(r"\d+x\d+", found) is not None  # of older compressed-tensors
 
 
 def _is_dict(found: object) -> TypeGuard[dict[str, Any]]:

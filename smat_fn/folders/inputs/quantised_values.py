@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .stored import FLOAT8, Read
 
+STANDARD = 128, 128  # blocks of DeepSeek and transformers, whose files may come without a configuration
 GROUP = 32  # weights of MXFP4 that share a power of two
 _FP4 = [sign * size for sign in (1.0, -1.0) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
 _PAIRS = torch.tensor([[_FP4[byte & 15], _FP4[byte >> 4]] for byte in range(256)])  # the two weights of each byte
@@ -23,7 +24,11 @@ class Grid(NamedTuple):
 
     @classmethod
     def of(cls, shape: torch.Size, scales: torch.Size, block: tuple[int, int] | None) -> "Grid | None":
-        """The grid of scales of a shape; None where they do not fit. ``block`` is what config.json says."""
+        """The grid of scales of a shape; None where they do not fit.
+
+        Blocks of rows and columns are those of ``block``, of which the last ones may be smaller. Else they are rows,
+        the whole weight or, where nothing says what they are (``block`` is None), `STANDARD` or equal ones.
+        """
         size, matrix = shape.numel(), ((1, 1, *shape)[-2], (1, *shape)[-1])
         if not size or not scales.numel():
             return None
@@ -34,9 +39,11 @@ class Grid(NamedTuple):
         if len(scales) != len(shape) or scales[:-2] != shape[:-2]:
             return None
         grid = scales[-2], scales[-1]
-        if block is not None and all(-(-n // size) == k for n, size, k in zip(matrix, block, grid, strict=True)):
-            return cls(matrix, grid, block)
-        if any(n % k for n, k in zip(matrix, grid, strict=True)):
+        known = block or STANDARD
+        if all(-(-n // size) == k for n, size, k in zip(matrix, known, grid, strict=True)):
+            return cls(matrix, grid, known)
+        rows = grid == (matrix[0], 1)
+        if any(n % k for n, k in zip(matrix, grid, strict=True)) or not (block is None or rows):
             return None
         return cls(matrix, grid, (matrix[0] // grid[0], matrix[1] // grid[1]))
 

@@ -16,7 +16,7 @@ from ...checkpoint import INDEX, WEIGHTS, read_json
 from ...errors import raise_problems, some_of
 from ...tree import unwrapped
 from ..files import Identity, identity
-from .quantised import dequantised, refused
+from .quantised import dequantised, other_formats, refused
 from .stored import FLOAT8, SAFE, Pickled, Read, Store, Stored
 
 DIFFUSION, PIPELINE = "diffusion_pytorch_model.safetensors", "model_index.json"  # of diffusers
@@ -131,9 +131,9 @@ def open_folder(label: str, path: Path) -> Folder:
                 )
             leaves[own], reads[own] = leaf, Stored(store, name)
     configs = {prefix: config_of(path / prefix) for prefix in ("", *modules)}
-    leaves, reads, dequantising = dequantised(label, leaves, reads, configs, problems)
-    if dequantising:  # configurations decide the values
-        stores |= {file: None for prefix in configs if (file := path / prefix / "config.json").is_file()}
+    problems += [text for store in stores.values() for text in other_formats(label, store.metadata)]
+    leaves, reads, dequantising, configured = dequantised(label, leaves, reads, configs, problems)
+    stores |= {file: None for prefix in configured if (file := path / prefix / "config.json").is_file()}
     problems += refused(label, {path / prefix: config for prefix, config in configs.items()}, leaves)
     if path.is_file() and (factor := next(filter(FACTOR.search, leaves), None)):
         problems.append(

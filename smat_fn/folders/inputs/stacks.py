@@ -117,7 +117,8 @@ def stacked(label: str, parts: Sequence[tuple[Folder, int, int]], absent: Sequen
     stores = {file: store for folder, *_ in parts for file, store in folder.stores.items()}
     absent = absent or [False] * len(parts)
     root, changes, outputs = parts[0][0].root, _config(label, parts), parts[0][0].outputs
-    return Folder(label, leaves, reads, stores, root, changes, outputs, absent=_absent(leaves, parts, absent))
+    found = Folder(label, leaves, reads, stores, root, changes, outputs, absent=_absent(leaves, parts, absent))
+    return found.noted(*dict.fromkeys(folder.note for folder, *_ in parts))
 
 
 def _absent(

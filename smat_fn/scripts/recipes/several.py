@@ -21,6 +21,7 @@ class Step(NamedTuple):
     name: str  # empty for the one without a name
     fields: Mapping[str, Any]  # of the recipe, in its plain form
     needs: tuple[str, ...]  # merges that are models of this one
+    notes: list[str]  # on fields that have no effect, once `steps_of` has checked them
 
     @property
     def label(self) -> str:
@@ -43,7 +44,7 @@ def steps_of(documents: Sequence[Mapping[str, Any]], file: Path, notes: list[str
     given = [recipe.pop("name", None) for recipe in recipes]
     names = [str(name) for name in given if name is not None]
     left = [
-        Step("" if name is None else str(name), recipe, tuple(part for part in _models(recipe) if part in names))
+        Step("" if name is None else str(name), recipe, tuple(part for part in _models(recipe) if part in names), [])
         for name, recipe in zip(given, recipes, strict=True)
     ]
     problems = list(_name_problems(given))
@@ -112,7 +113,7 @@ def _problems(step: Step, names: Sequence[str], file: Path) -> Iterator[str]:
         mixture = "it is a mixture of experts: write this document to a file of its own and run merge.py moe FILE"
         yield mixture if "merge.py moe" in foreign else foreign
         return
-    yield from recipe_problems(step.fields, [])  # notes are those of its merge
+    yield from recipe_problems(step.fields, step.notes)
     for part in _models(step.fields):
         if part in names or Path(part).exists() or repository_of(Path(part)):
             continue

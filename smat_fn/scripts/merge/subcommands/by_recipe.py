@@ -47,6 +47,7 @@ def _several(args: FromRecipe, documents: Sequence[Mapping[str, Any]]) -> Iterat
         for step in steps:
             if args.dry_run and (waits := [name for name in step.needs if name not in made]):
                 yield f"{step.label}: checked once {' and '.join(waits)} is merged"
+                yield from (f"note: {note}" for note in step.notes)
                 continue
             with errors.collected(problems, of=step.label):
                 merges = {str(folder): name for name, folder in made.items()}

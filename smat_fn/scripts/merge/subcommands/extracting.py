@@ -53,6 +53,7 @@ def extract(args: ExtractLora) -> Iterator[str]:
     least, most = min(made.ranks.values()), max(made.ranks.values())
     ranks = f"rank {most}" if least == most else f"ranks {least} to {most}, padded to {most}"
     yield f"extracted: {args.out}, {ranks}, {size_text(made.bytes)}, relative error {made.error:.2e} in all"
+    yield from (f"note: {note}" for note in made.notes)
 
 
 def summary(made: Extracted, *, linear_only: bool) -> Iterator[str]:
