@@ -203,6 +203,8 @@ def test_scales_of_another_number_of_matrices_are_an_error(folders, tmp_path):
     [
         {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {
             "group_0": {"weights": {"num_bits": 8, "strategy": "block", "block_structure": [4, 3]}}}},
+        {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {
+            "group_0": {"weights": {"block_structure": "4x3"}}}},
         {"quant_method": "modelopt", "quant_algo": "FP8"},
         {"quant_method": "fbgemm_fp8"},
     ],
@@ -375,6 +377,7 @@ def test_numbers_for_activations_and_the_cache_are_left_out_and_parameters_are_n
         {"c.positional_embedding": (4, 4), "c.logit_scale": None},
         {"b.modulation": (1, 6, 4), "b.scale_shift_table": (4,), "scale": (3,)},
         {"n.scale": (4,), "n.bias": (4,), "n.weight": (4, 4)},
+        {"n.scale": None, "n.bias": (4,)},
     ],
 )
 def test_a_model_saved_in_8_bits_may_have_parameters_that_are_called_scales(tree, folders, tmp_path):
