@@ -1,7 +1,6 @@
 """The values of weights in 8-bit floats with scales, and in MXFP4, read in flat ranges."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from .stored import FLOAT8, Read
 STANDARD = 128, 128  # blocks of DeepSeek and transformers, whose files may come without a configuration
 GROUP = 32  # weights of MXFP4 that share a power of two
 _FP4 = [sign * size for sign in (1.0, -1.0) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
-_PAIRS = torch.tensor([[_FP4[byte & 15], _FP4[byte >> 4]] for byte in range(256)])  # the two weights of each byte
+_PAIRS = [[_FP4[byte & 15], _FP4[byte >> 4]] for byte in range(256)]  # the two weights of each byte
 
 
 class Grid(NamedTuple):
@@ -91,7 +90,7 @@ class Unpacked:
 
     def __call__(self, start: int, stop: int) -> Tensor:
         experts, width, groups, _ = self.packed
-        height = groups * GROUP
+        height, both = groups * GROUP, torch.tensor(_PAIRS)
         blocks = self.blocks(0, self.packed.numel()).view(self.packed)
         powers = self.powers(0, experts * width * groups).view(experts, width, groups)
         first, last, found = start // width, -(-stop // width), [torch.empty(0, width, dtype=self.dtype)]
@@ -100,7 +99,7 @@ class Unpacked:
             end = min(row + last - first, height)
             cut = slice(row // GROUP, -(-end // GROUP))
             scales = _float(powers[expert, :, cut])
-            pairs = _PAIRS.index_select(0, blocks[expert, :, cut].reshape(-1).int())
+            pairs = both.index_select(0, blocks[expert, :, cut].reshape(-1).int())
             values = pairs.view(width, -1, GROUP).mul_(scales[..., None]).view(width, -1).t()
             found.append(values[row - cut.start * GROUP :][: end - row].to(self.dtype))
             first += end - row
@@ -116,7 +115,6 @@ def _float(stored: Tensor) -> Tensor:
     return found.view(stored.shape)
 
 
-@lru_cache
 def _table(kind: torch.dtype) -> Tensor:
     """The values of all bytes: looking them up takes a fifth of the time of torch's conversion."""
     return torch.arange(256, dtype=torch.uint8).view(kind).float()
