@@ -233,12 +233,10 @@ def summary(labels: tuple[str, ...], rows: list[Result], mergers: Sequence[str] 
         if mergers:
             line[mean] = [fmean(scores) for scores in zip(*(line[name] for name in mergers), strict=True)]
         line["Drop"] = [expert - merged for expert, merged in zip(line["Expert"], line[mean], strict=True)]
-    others = {label: line for label, line in test.items() if label != REFERENCE}
+    others = {label: line for label, line in test.items() if label != REFERENCE} if REFERENCE in test else {}
     return {
         "test": test,
-        "paired": {label: paired(test[REFERENCE][mean], line[mean]) for label, line in others.items()}
-        if REFERENCE in test
-        else {},
+        "paired": {label: paired(test[REFERENCE][mean], line[mean]) for label, line in others.items()},
     }
 
 

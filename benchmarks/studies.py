@@ -174,8 +174,7 @@ def study(name: Name, model: str, data: str, options: Mapping[str, Any]) -> Wide
     eight = (*PRESETS[own.preset].mergers.values(), TsvMerge(), IsoC(), Wudi())
     mergers = tuple(merger for merger in eight if merger.name in (own.mergers or {one.name for one in eight}))
     names = {merger.name for merger in mergers}
-    made = _lengths if own.lengths else _strengths if own.strengths else _crosses if own.candidates == 5 else _rates
-    grids = {label: grid for label, grid in made(own).items() if label not in own.without}
+    grids = {label: grid for label, grid in _grids(own).items() if label not in own.without}
     protocol = Protocol(
         name=name if own.lengths else f"{name}_onepass",
         preset=own.preset,
@@ -190,6 +189,14 @@ def study(name: Name, model: str, data: str, options: Mapping[str, Any]) -> Wide
         tuned_on=() if options else own.tuned_on,
     )
     return widening(protocol, grids)
+
+
+def _grids(own: Backbone) -> dict[str, Grid]:
+    if own.lengths:
+        return _lengths(own)
+    if own.strengths:
+        return _strengths(own)
+    return _crosses(own) if own.candidates == 5 else _rates(own)
 
 
 def _crosses(own: Backbone) -> dict[str, Grid]:

@@ -100,6 +100,24 @@ def test_a_choice_that_is_still_at_an_edge_ends_the_widening(monkeypatch, tmp_pa
     assert number == [2 * 3, 3 * 4, 4 * 5]
 
 
+def test_a_study_without_plain_fine_tuning_has_scores_and_no_differences():
+    study = studies.study("vit_length", "/model", "/data", {}).protocol
+    assert {(c.training.steps, c.training.lr) for (c,) in study.grids.values()} == {
+        (steps, rate) for steps in (200, 400, 800, 1600) for rate in (1e-4, 2e-4)
+    }
+    rows = [
+        Result(label, model, "DTD", "test", 50.0 + seed, seed)
+        for label in study.grids
+        for seed in (1, 2)
+        for model in (f"{EXPERT}DTD", *(config.name for config in study.mergers))
+    ]
+    found = methods.summary(study.labels, rows, [config.name.upper() for config in study.mergers])
+    assert found["paired"] == {}
+    assert methods.text(found["paired"]) == ""
+    assert found["test"].keys() == study.grids.keys()
+    assert all(line["All"] == [51.0, 52.0] for line in found["test"].values())
+
+
 def test_every_method_of_a_study_has_as_many_candidates_and_no_seed_of_another():
     every = {name: studies.study(name, "/model", "/data", {}) for name in studies.BACKBONES}
     every |= {"digits": digits_onepass.STUDY, "adapters": digits_lora.STUDY, "passes": digits_passes.STUDY}

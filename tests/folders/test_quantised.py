@@ -10,9 +10,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from smat_fn.config import Della, TaskArithmetic, Ties
+from smat_fn.config import Della, Emr, TaskArithmetic, Ties
 from smat_fn.folders import extract_lora, merge_folders, plan
 from smat_fn.folders.inputs.reading import open_folder
+from smat_fn.folders.run import export_task
 from smat_fn.scripts.merge import on_disk
 
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
@@ -36,7 +37,7 @@ def configured(folder, **config):
 
 
 def mark(form):
-    """What ComfyUI says of a module."""
+    """ComfyUI's mark of the format of a module."""
     return torch.tensor([*json.dumps({"format": form}).encode()], dtype=torch.uint8)
 
 
@@ -315,10 +316,11 @@ def test_every_command_says_what_is_read_so(folders, tmp_path):
     stack = Path(f"{a}[0:1]+{b}[1:2]")
     result = merge_folders(TA, stack, {"x": Path(f"{b}[0:1]+{a}[1:2]")}, tmp_path / "stack")
     assert [f"holds 2 {NOTE}" in note for note in result.notes].count(True) == 2
-    assert extract_lora(a, b, tmp_path / "lora", rank=1).notes == (
-        f"base holds 2 {NOTE}",
-        f"expert 'expert' holds 2 {NOTE}",
-    )
+    notes = f"base holds 2 {NOTE}", f"expert 'expert' holds 2 {NOTE}"
+    assert extract_lora(a, b, tmp_path / "lora", rank=1).notes == notes
+    merge_folders(Emr(), a, {"x": b, "y": a}, tmp_path / "emr")
+    exported = export_task(tmp_path / "emr", a, "x", tmp_path / "task")
+    assert [note for note in exported.notes if "quantised" in note] == [notes[0]]
 
 
 @pytest.mark.parametrize("place", ["config.json", "text_config", "none", "component"])

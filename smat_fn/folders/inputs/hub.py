@@ -88,6 +88,19 @@ def local_folder(label: str, path: Path, *, fetch: bool = True) -> Path:
         raise ValueError(_not_given(label, path, error)) from error
 
 
+def missing(inputs: Mapping[str, Path]) -> list[str]:
+    """Errors for models that are neither on this machine nor hub names, each path once.
+
+    Args: inputs: by label, stacks among them.
+    """
+    places = {path: label for label, given in inputs.items() for path in folders_of(given)}
+    return [
+        f"{label}: {path} is not a folder: give the folder of a checkpoint, or a hub name owner/name"
+        for path, label in places.items()
+        if repository_of(path) is None and not path.exists()
+    ]
+
+
 def unavailable(inputs: Mapping[str, Path]) -> list[str]:
     """Errors for missing folders and for repositories that the hub refuses, before another one is downloaded.
 
@@ -102,11 +115,7 @@ def unavailable(inputs: Mapping[str, Path]) -> list[str]:
 
     if constants.HF_HUB_OFFLINE:
         return []
-    problems = [
-        f"{label}: {path} is not a folder: give the folder of a checkpoint, or a hub name owner/name"
-        for label, path in places
-        if repository_of(path) is None and not path.exists()
-    ]
+    problems = missing(inputs)
     for label, path, (repository, revision, file) in hub:
         try:
             info = HfApi().model_info(repository, revision=revision)

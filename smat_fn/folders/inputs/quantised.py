@@ -73,7 +73,8 @@ def dequantised(
         path, value, values = name, leaf, read[name]
         if leaf.dtype in _WEIGHTS and name.rpartition(".")[2] != _MARK:
             config = configs[_component(configs, name)]
-            value, values = leaf.to(_dtype(config)), Widened(read[name], _dtype(config))
+            value = leaf.to(_dtype(config))
+            values = Widened(read[name], value.dtype)
             if (scales := _scales_of(name, stored)) is None:
                 problems += _without_scales(label, name, stored, like_scales, config)
             else:

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from ... import errors
 from ...config import MergerConfig
-from ...folders.inputs.hub import header_problems, local_folder, repository_of, unavailable
+from ...folders.inputs.hub import header_problems, local_folder, missing, unavailable
 from ...folders.inputs.opening import key_of, open_input
 from ...folders.inputs.side_files import TOKENIZER, files_of
-from ...folders.inputs.stacks import StackPart, adapted_by, folders_of, is_first, layer_of, layers_of, stack_of
+from ...folders.inputs.stacks import StackPart, adapted_by, is_first, layer_of, layers_of, stack_of
 from ...where import blocks_of, unet_problems
 from .methods import METHODS, Method, Resolved, nuslerp_alone, values_of
 from .own import Recipe
@@ -75,7 +75,7 @@ def resolve(
     names = _slot_names(slices, merges)
     refs = dict.fromkeys(s.ref for part in slices for s in (*part.experts, *([part.base] if part.base else [])))
     inputs = {**({} if origin is None else {"base": Path(origin)}), **{f"model {ref!r}": Path(ref) for ref in refs}}
-    errors.raise_problems(unavailable(inputs) or _missing(inputs))
+    errors.raise_problems(unavailable(inputs) or missing(inputs))
     if whole := _is_whole(slices):
         base, experts = _whole_models(found, slices[0], names, shapes=not (inside or partial))
     else:
@@ -131,16 +131,6 @@ def _notes(found: Mapping[str, Any], slices: Sequence[Slice], merges: Mapping[st
     if slices[-1].tail:
         few = " and ".join(name_of(source.ref, merges) for source in slices[-1].experts if source.absent)
         yield f"the last norm and the head are merged without {few}, as in mergekit: slices[0] has fewer models"
-
-
-def _missing(inputs: Mapping[str, Path]) -> list[str]:
-    """Errors for models that are neither on this machine nor hub names, each once."""
-    places = {str(path): label for label, given in inputs.items() for path in folders_of(given)}
-    return [
-        f"{label}: {path} is not a folder: give the folder of a checkpoint, or a hub name owner/name"
-        for path, label in places.items()
-        if not Path(path).exists() and repository_of(Path(path)) is None
-    ]
 
 
 def _is_base_alone(found: Mapping[str, Any]) -> bool:

@@ -79,10 +79,7 @@ def load(file: Path) -> Mixture:
         raise ValueError(f"{file}: {'; '.join(problems)}")
     return Mixture(
         found["base_model"],
-        [
-            Expert(**{name: value for name, value in own.items() if name in Expert._fields})
-            for own in (*found["experts"], *(found.get("shared_experts") or ()))
-        ],
+        [Expert(**{name: value for name, value in own.items() if name in Expert._fields}) for own in _experts(found)],
         shared=bool(found.get("shared_experts")),
         mode=found.get("gate_mode", "hidden"),
         dtype=found.get("dtype"),
@@ -100,15 +97,19 @@ def architectures_named(name: Any) -> tuple[Architecture, ...]:
     return ARCHITECTURES if name is None else known.get(plain, ())
 
 
+def _experts(found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The experts of a file, a shared one last."""
+    return [*found["experts"], *(found.get("shared_experts") or ())]
+
+
 def _misspelled(name: object, known: Sequence[str]) -> str:
     return "" if name in known else misspelled(name, known)
 
 
 def _ignored(found: Mapping[str, Any]) -> Iterator[str]:
     """Notes on fields that a mixture does not have, each once."""
-    inner = (*found["experts"], *(found.get("shared_experts") or ()))
     names = [name for name in found if name not in FIELDS]
-    names += [name for own in inner for name in own if name not in Expert._fields]
+    names += [name for own in _experts(found) for name in own if name not in Expert._fields]
     yield from (f"{name} is not a field of a mixture: ignored, as in mergekit" for name in dict.fromkeys(names))
 
 

@@ -212,6 +212,14 @@ def test_all_problems_of_a_file_are_one_error(models, tmp_path):
             assert text in str(error.value)
 
 
+def test_a_dry_run_notes_what_later_merges_ignore(models, tmp_path, capsys):
+    file = write(tmp_path / "all.yml", [ONE, TWO | {"author": "me"}], models)
+    commands.from_recipe(settings.FromRecipe(file, tmp_path / "out", dry_run=True))
+    lines = capsys.readouterr().out.splitlines()
+    told = lines.index("merge 'two': checked once one is merged")
+    assert lines[told + 1] == "note: author is not a field of a recipe: ignored, as in mergekit"
+
+
 def test_an_expert_is_named_by_its_merge(models, tmp_path):
     file = write(tmp_path / "all.yml", [LAST, TWO, ONE], models)
     commands.from_recipe(settings.FromRecipe(file, tmp_path / "out"))

@@ -332,6 +332,17 @@ NAMED = (
 )  # fmt: skip
 
 
+def test_quantised_experts_are_noted(models, tmp_path):
+    folder = shutil.copytree(models / "B", tmp_path / "eight")
+    leaves = load_file(folder / "model.safetensors")
+    path = next(path for path in leaves if path.endswith("up_proj.weight"))
+    save_file(leaves | {path: leaves[path].to(torch.float8_e4m3fn)}, folder / "model.safetensors")
+    file = make_moe.file_of("random", models)
+    file["experts"][1]["source_model"] = str(folder)
+    (note,) = [line for line in made(file, tmp_path / "out", seed=5) if line.startswith("note: expert 'eight'")]
+    assert "holds 1 quantised parameters, read as float32" in note
+
+
 def test_fields_that_mergekit_ignores_are_noted(models, tmp_path):
     more = {"merge_method": "moe", "tokenizer": "A", "out_dtype": "bfloat16", "width": 2}
     note = "note: {} is not a field of a mixture: ignored, as in mergekit"
