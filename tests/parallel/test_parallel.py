@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from smat_fn import draw, lora, merge, optim, parallel, random, reweight, simulate, value_and_grad, where
-from smat_fn.checkpoint import same
+from smat_fn.checkpoint import fingerprint, same
 from smat_fn.data.batching import split_rows
 from smat_fn.grad import ModuleLoss, with_master_weights
 from smat_fn.lora.per_module import shard_problems
@@ -325,6 +325,25 @@ def test_adapters_of_a_base_on_shards_are_those_of_whole_weights(found, name, tm
     (one, whole), (other, _) = first["sizes"], second["sizes"]
     assert one + other == whole
     assert one < 0.7 * whole
+
+
+def test_adapters_on_shards_are_scored_and_kept_with_the_base_whose_memory_is_back_meanwhile(found):
+    first, second = (one["frozen"]["beside"] for one in found)
+    adapters, seen, manifest = first["evaluated"]
+    assert manifest["evaluations"]["curve"] == [[2, 1.0], [4, 3.0], [6, 2.0], [7, 0.0]]
+    assert same(first["kept"][0], adapters)  # after 4 steps both
+    assert first["kept"][1] == fingerprint(seen[1])
+    for own, other in zip(seen, first["replicas"][1], strict=True):
+        assert own.keys() == other.keys()
+        for path, leaf in other.items():
+            torch.testing.assert_close(own[path], leaf, rtol=0, atol=1e-6)
+    again, rest, resumed = first["resumed"]
+    assert same(again, adapters)
+    assert all(map(same, rest, seen[2:]))
+    assert resumed["evaluations"] == manifest["evaluations"]
+    assert not second["evaluated"][1]
+    assert first["restored"]
+    assert second["restored"]
 
 
 def test_adapters_that_shards_would_leave_out_are_refused(found):

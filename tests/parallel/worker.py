@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -27,11 +28,12 @@ from smat_fn.config import Adapters, Dev, Finetune, Msam, Orthoreg, Smat, Traini
 from smat_fn.data.batching import split_rows
 from smat_fn.grad import ModuleLoss, value_and_grad, with_master_weights
 from smat_fn.mat import asam, finetune, l2sp, mergopt, mixout, msam, orthoreg, smat, talos
+from smat_fn.mat.offload.storage import held
 from smat_fn.mat.weights import SimulatedWeights
 from smat_fn.models.modules import FullLoss
 from smat_fn.parallel import World, replicas
 from smat_fn.parallel import sharded as sharded_module
-from smat_fn.scripts.train import resuming
+from smat_fn.scripts.train import loop, resuming
 from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.resuming import Stop
 from smat_fn.scripts.train.training import train_run
@@ -512,7 +514,7 @@ VALUES = [1.0, 3.0, 2.0, 0.0]  # dev scores after 2, 4, 6 and 7 steps
 EVALUATED = replace(SHARDED, dev=Dev(2))
 
 
-def evaluated_by(folder, values, training, **options):
+def evaluated_by(folder, values, training, make=blocks, **options):
     """The weights of a run with these dev scores, those that were scored, and the manifest; errors are raised."""
     told, seen = iter(values), []
 
@@ -522,7 +524,7 @@ def evaluated_by(folder, values, training, **options):
             raise value
         return value
 
-    found = of_train_py(folder, "smat", training, suite=blocks(score=score), **options)
+    found = of_train_py(folder, "smat", training, suite=make(score=score), **options)
     return found, seen, checkpoint.load_manifest(folder / "task") if isinstance(found, dict) else None
 
 
@@ -593,13 +595,13 @@ class Stack(torch.nn.Module):
         return self.last(torch.utils.checkpoint.checkpoint(self.layers[2], x, use_reentrant=False))
 
 
-def stack(loss=squares, reads=False):
+def stack(loss=squares, reads=False, **options):
     """A suite of one task on a `Stack`."""
     torch.manual_seed(0)
     module = Stack()
     module.layers[1].reads = reads
     base = {path: p.detach().clone() for path, p in module.named_parameters()}
-    return blocks(base=base, loss_fn=lambda task: FullLoss(module, loss))
+    return blocks(base=base, loss_fn=lambda task: FullLoss(module, loss), **options)
 
 
 def read_later(module, batch):
@@ -624,6 +626,44 @@ def adapted(folder, name, *, world, shard, stop=None, suite=None, **options):
     training = replace(SHARDED, lora=adapters, precision=precision, shard=shard)
     options |= {"world": world, "stop": stop, "suite": suite or stack(), "read": lambda path: lora.load_peft(path)[0]}
     return of_train_py(folder, method, training, **options)
+
+
+@contextmanager
+def unreadable(leaves, kept):
+    """`offloaded` of leaves on the CPU, whose memory cannot be freed once NumPy has seen it: they are NaN meanwhile."""
+
+    def fill(own=None):
+        for path, leaf in leaves.items():
+            leaf.fill_(torch.nan) if own is None else leaf.copy_(own[path])
+
+    @contextmanager
+    def present():
+        fill(held(kept, leaves))
+        yield
+        fill()
+
+    fill()
+    yield present
+    fill(held(kept, leaves))
+
+
+def beside_frozen(folder, *, world):
+    """`evaluated_by` of adapters on shards and of replicas, and a snapshot, where base is off the device meanwhile."""
+    read, again = lambda path: lora.load_peft(path)[0], {"world": world, "resume": True}
+    training, suite = replace(EVALUATED, lora=Adapters(2, 4.0), shard=True), stack()
+    options = {"make": stack, "world": world, "read": read}
+    found = {"replicas": evaluated_by(folder / "replicas", VALUES, replace(training, shard=False), **options)}
+    was = loop.on_gpu, loop.offloaded
+    loop.on_gpu, loop.offloaded = lambda leaves: True, unreadable
+    found["evaluated"] = evaluated_by(folder / "curve", VALUES, training, **options)
+    evaluated_by(folder / "cut", VALUES[:2], training, stop=After(4), **options)
+    found["resumed"] = evaluated_by(folder / "cut", VALUES[2:], training, **options | again)
+    options = {"suite": suite, "world": world, "read": read, "keep_snapshots": 2}
+    of_train_py(folder / "kept", "smat", replace(training, dev=None), **options)
+    loop.on_gpu, loop.offloaded = was
+    place = folder / "kept" / "snapshots" / "2" / "task"
+    found["kept"] = read(place), checkpoint.load_manifest(place)["fingerprint"]
+    return found | {"restored": checkpoint.same(suite.base, stack().base)}
 
 
 def after_failures(count, rank):
@@ -671,6 +711,7 @@ def on_frozen(rank, folder):
     found["resumed"] = adapted(folder / "frozen-cut", "smat", world=world, shard=True, resume=True)
     for name, own in {"in its block": stack(reads=True), "later": stack(read_later)}.items():
         found[name] = adapted(folder / name, "smat", world=world, shard=True, suite=own)
+    found["beside"] = beside_frozen(folder / "frozen-beside", world=world)
     suite = stack()
     own = parallel.frozen_shards(suite.loss_fn("task"), suite.base).module
     held = sum(p.to_local().numel() for p in own.parameters())

@@ -95,7 +95,8 @@ def dequantised(
         return Values(leaves, reads)
     leaves = {path: leaf for path, leaf in leaves.items() if path not in left_out and not _is_unread(path, leaf)}
     dtypes = dict.fromkeys(dtype_name(leaf) for path, leaf in leaves.items() if leaf is not stored.get(path))
-    told = f"{label} holds {len(components)} quantised parameters, read as {' and '.join(dtypes)}"
+    several = "s" if len(components) > 1 else ""
+    told = f"{label} holds {len(components)} quantised parameter{several}, read as {' and '.join(dtypes)}"
     note = f"{told}: changes of weights include what their rounding changed"
     return Values(leaves, reads, note, tuple(dict.fromkeys(components)))
 

@@ -1,8 +1,8 @@
 """The training loop of one expert, the same for every method."""
 
 import gc
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,13 +24,13 @@ from ...where import matrices
 from . import resuming
 from .dev_curve import DevCurve, Tracked, curve_of
 from .logs import Log
-from .memory import offloaded, offloads_base
+from .memory import offloaded, offloads_base, on_gpu
 from .resuming import Interrupted, Saver, Stop, restore_all
 from .settings import Place
 from .variants import adapters_of, arrange, masked_beside, offload_of
 
 OnStep = Callable[[int, Any], None]
-OnState = Callable[[int, Callable[[], Params], Callable[[], Params]], bool]
+OnState = Callable[[int, Callable[[], Params], Callable[[], AbstractContextManager[Params]]], bool]
 DTYPES: Mapping[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32, "mixed": torch.float32}
 
 
@@ -125,8 +125,8 @@ def train_expert(
     Args:
         on_step: called as ``on_step(step, info)`` after every step.
         on_state: called as ``on_state(steps done, moments, expert)`` after every step, in every process or in none;
-            ``moments()`` gives the second moments, ``expert()`` what training would return if it ended there. Says
-            whether that took time that is not training's.
+            ``moments()`` gives the second moments, ``with expert() as params`` what training would return if it ended
+            there, with the suite's base in its place. Says whether that took time that is not training's.
         log: records every step.
         saver: resumes from its checkpoint if there is one, and saves the next ones.
         stop: read before every step.
@@ -147,7 +147,9 @@ def train_expert(
     if saver is not None and world.agree(saver.path.exists()):  # the first process's disk decides
         best = partial(_expert, whole, state, suite, training)
         state = _restored(saver, state, curve, best, world, run if isinstance(run, Sharded) else None)
-    with nullcontext() if kept is None else offloaded(suite.base, kept):
+    with nullcontext(nullcontext) if kept is None else offloaded(suite.base, kept) as present:
+        # of whole weights its names are read alone
+        beside = present if training.lora is not None and world.leads else nullcontext
         if log is not None:
             if state.step < training.length:
                 text = f"before step {state.step + 1} of {task}: continue with --resume"
@@ -165,11 +167,12 @@ def train_expert(
                 log.step(step, info, batch)
             if on_step is not None:
                 on_step(step, info)
-            moments, expert = partial(_moments, whole, state), partial(_expert, whole, state, suite, training)
+            moments, expert = partial(_moments, whole, state), partial(_beside, whole, state, suite, training, beside)
             if on_state is not None and on_state(step + 1, moments, expert) and log is not None:
                 log.watch.skip()
             if curve is not None and curve.due(step + 1, training.length):
-                measured = curve.add(step + 1, expert(), world)
+                with expert() as params:
+                    measured = curve.add(step + 1, params, world)
                 if log is not None:
                     log.note(step, **measured)
             if saver is None or step + 1 == training.length:
@@ -186,6 +189,20 @@ def train_expert(
 def _expert(whole: Callable[[Any], Any], state: Any, suite: Suite, training: Training) -> Params:
     """The parameters that training returns if it ends at a state; of shards whole ones in the first process alone."""
     return whole(_result(state, suite=suite, training=training))
+
+
+@contextmanager
+def _beside(
+    whole: Callable[[Any], Any],
+    state: Any,
+    suite: Suite,
+    training: Training,
+    present: Callable[[], AbstractContextManager[None]],
+) -> Iterator[Params]:
+    """`_expert`, while the suite's base is present."""
+    params = _expert(whole, state, suite, training)
+    with present():
+        yield params
 
 
 def _moments(whole: Callable[[Any], Any], state: Any) -> Params:
@@ -270,7 +287,7 @@ def _built(
             base = storage.OnHost(base, host)
     optimizer = make_optimizer(training, masked_beside(adapters, suite.where) if adapters else suite.where)
     if training.shard:
-        kept = _on_host(suite.base) if all(leaf.is_cuda for leaf in suite.base.values()) else None
+        kept = _on_host(suite.base) if on_gpu(suite.base) else None
     if training.shard and not frozen:
         assert isinstance(loss_fn, ModuleLoss), "a suite's losses are of modules"
         options = {"max_grad_norm": training.max_grad_norm, **settings(method)}

@@ -1,7 +1,7 @@
 """Peak memory of CUDA devices and of the process; and freeing the base's device memory while it is unused."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,29 +62,48 @@ def peak_memory(device: torch.device) -> dict[str, Any]:
 
 def offloads_base(method: MethodConfig, base: Mapping[str, Tensor], offload: Offload | None = None) -> bool:
     """Whether base is on a device that need not hold it: OrthoReg reads it there, SMAT unless it is to be pinned."""
-    return (offload in ("cpu", "stream") or method.name in STRUCTURE_ALONE) and all(
-        leaf.is_cuda for leaf in base.values()
-    )
+    return (offload in ("cpu", "stream") or method.name in STRUCTURE_ALONE) and on_gpu(base)
+
+
+def on_gpu(leaves: Mapping[str, Tensor]) -> bool:
+    """Whether CUDA devices hold all leaves."""
+    return all(leaf.is_cuda for leaf in leaves.values())
 
 
 @contextmanager
-def offloaded(leaves: Mapping[str, Tensor], kept: Host) -> Iterator[None]:
+def offloaded(leaves: Mapping[str, Tensor], kept: Host) -> Iterator[Callable[[], AbstractContextManager[None]]]:
     """Frees the leaves' storage inside the block, and restores it from ``kept`` on exit, even after an exception.
 
-    A module's own weights may share it: a loss runs on the parameters it is given. Storage that tensors beside
-    ``leaves`` share is not freed.
+    Inside, ``with present():``, of the function that the block is given, has it restored for as long. A module's own
+    weights may share it: a loss runs on the parameters it is given. Storage that tensors beside ``leaves`` share is not
+    freed.
     """
     storages = {leaf.untyped_storage().data_ptr(): leaf.untyped_storage() for leaf in leaves.values()}
     shares = dict.fromkeys(storages, 0)
     for leaf in leaves.values():
         shares[leaf.untyped_storage().data_ptr()] += leaf.nbytes
     own = [(storages[place], size) for place, size in shares.items() if storages[place].nbytes() == size]
-    try:
+
+    def free() -> None:
         for storage, _ in own:
             storage.resize_(0)
-        yield
-    finally:
+
+    def restore() -> None:
         for storage, size in own:
             storage.resize_(size)
         for path, leaf in leaves.items():
             leaf.copy_(held(kept, {path: leaf})[path])
+
+    @contextmanager
+    def present() -> Iterator[None]:
+        try:
+            restore()
+            yield
+        finally:
+            free()
+
+    try:
+        free()
+        yield present
+    finally:
+        restore()

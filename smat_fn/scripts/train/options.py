@@ -89,8 +89,6 @@ def check_run(
     if run.keep_moments and (training.lora is not None or training.optimizer == "muon"):
         what = "adapters" if training.lora is not None else "matrices under muon"
         problems.append(f"keep_moments: {what} have none of all weights, leave it out; merge.py statistics needs none")
-    if training.shard and training.lora is not None and run.keep_snapshots:
-        problems.append("keep_snapshots is not supported with adapters and `shard`: leave one of them out")
     if training.dev is not None and (own := [n for n in KEEPS if getattr(run, n)]):
         problems.append(f"{' and '.join(own)}: with eval_every the best state is the expert, leave one of them out")
     problems += ["no tasks: name at least one"] if not tasks else []

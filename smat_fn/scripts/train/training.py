@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -107,7 +107,9 @@ class Kept:
         steps, count = expert.training.length, run.keep_snapshots
         self._last, self._at = steps, {steps * i // (count + 1): i for i in range(1, count + 1)}
 
-    def __call__(self, step: int, moments: Callable[[], Params], params: Callable[[], Params]) -> bool:
+    def __call__(
+        self, step: int, moments: Callable[[], Params], expert: Callable[[], AbstractContextManager[Params]]
+    ) -> bool:
         """Keep a snapshot, or Adam's moments, if one is due after this step.
 
         Raises: ValueError for parameters that are not finite; an error in all processes where the first one cannot
@@ -119,8 +121,8 @@ class Kept:
                 self.moments = {path: leaf.to("cpu", torch.bfloat16) for path, leaf in found.items()}
         if step not in self._at:
             return False
-        now = params()
-        self._world.led(lambda: self._snapshot(step, now))
+        with expert() as params:
+            self._world.led(lambda: self._snapshot(step, params))
         return True
 
     def _snapshot(self, step: int, now: Params) -> None:

@@ -132,7 +132,6 @@ def _shard_problems(method: MethodConfig, training: Training, world: World, plac
     if training.lora is None and mat.build_of(method) not in parallel.SHARDED:
         found.append(f"`shard` is not supported with {method.name}, which looks at whole parameters: leave it out")
     others = {
-        "evaluations of adapters while training": training.lora is not None and training.dev is not None,
         "`compile`": training.compiled,
         "independent draws": training.independent_draws,
         f"`offload={place!r}`": place not in ("auto", "device"),

@@ -482,8 +482,11 @@ def test_a_base_that_a_linearised_loss_reads_stays(suite, monkeypatch):
 def test_memory_that_others_share_stays():
     both = torch.arange(6.0)
     part, alone, kept = both[:2], torch.ones(3), {"part": torch.tensor([7.0, 8.0]), "alone": torch.zeros(3)}
-    with memory.offloaded({"part": part, "alone": alone}, storage.Unpinned(kept)):
+    with memory.offloaded({"part": part, "alone": alone}, storage.Unpinned(kept)) as present:
         assert both.tolist() == [0, 1, 2, 3, 4, 5]
+        assert alone.untyped_storage().nbytes() == 0
+        with present():
+            assert torch.equal(alone, torch.zeros(3))
         assert alone.untyped_storage().nbytes() == 0
     assert both.tolist() == [7, 8, 2, 3, 4, 5]
     assert torch.equal(alone, torch.zeros(3))
