@@ -478,7 +478,9 @@ MUTANTS = [
     ),
     *_of("_loops.py:_banded_delta", ("uint32(size - low) < width", "uint32(size - low) <= width"), ("* weight", "")),
     *_of("_loops.py:_until", ("left > 0", "left > 1")),
-    *_of("_loops.py:packed", ("- most, 0)", "- most - 1, 0)"), ("rest != uint32(0)", "rest == uint32(0)")),
+    *_of("_loops.py:ranked_by_buckets", ("if left < 0:", "if left > 0:"), ("sums[k, 1] = below", "sums[k, 1] = own")),
+    *_of("_loops.py:_insert", ("> item", ">= item"), ("moved > most", "moved > 0")),
+    *_of("_loops.py:_buckets", ("- 2)", "- 1)"), ("max(size, floor)", "size")),
     *_of("_loops.py:_ranked_rows", ("= rank + uint64(1)", "= rank")),
     *_of("_loops.py:_ranked_rest", ("<= size:", "< size:")),
     *_of(

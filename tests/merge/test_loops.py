@@ -41,7 +41,7 @@ CONFIGS = {  # and the loops that they take
     "dare_ties": (of.DareTies(**DARE), "masked"),
     "dare_ties mean": (of.DareTies(coef=0.3, drop_prob=0.9, aggregate="mean"), "masked"),
     "della": (of.Della(**DELLA), "ranked_by_counts masked"),
-    "della by expert": (of.Della(**DELLA, windows={"x": 0.04}, **BY_EXPERT), "ranked_in_order masked"),
+    "della by expert": (of.Della(**DELLA, windows={"x": 0.04}, **BY_EXPERT), "ranked_by_buckets masked"),
     "della rescale": (of.Della(**DELLA, elect=False, aggregate="sum", rescale=True), "norms masked"),
     "breadcrumbs": (of.Breadcrumbs(**CRUMBS), "banded between magnitudes nth_equal"),
     "breadcrumbs kept": (of.Breadcrumbs(**CRUMBS, count="kept", elect=True, largest={"x": 0.05}), "banded"),

@@ -12,7 +12,7 @@ import torch
 from torch.func import vmap
 
 from smat_fn import execution, merge, ops, random
-from smat_fn.merge.parts.looped import ByField, Terms, Window, ordered, ranked, sources
+from smat_fn.merge.parts.looped import ByField, Terms, Window, ranked, sources
 from smat_fn.ops import cpu
 from smat_fn.ops.cpu import centered_fields
 from smat_fn.testing import assert_trees_equal
@@ -40,7 +40,7 @@ def calls(monkeypatch):
         names.append(name)
         return loop(*args)
 
-    for name in ("words", "fields", "simulate", "reweight", "dropped", "ranked_in_order", "agree"):
+    for name in ("words", "fields", "simulate", "reweight", "dropped", "ranked_by_buckets", "ranked_in_order", "agree"):
         monkeypatch.setattr(loops, name, partial(spy, name, getattr(loops, name)))
     return names
 
@@ -170,38 +170,8 @@ def test_merges_with_random_masks(dtype, calls):
         return [leaf for vector in results for leaf in vector.values()]
 
     same_bits(*both(merged))
-    used = {"words", "fields"} | ({"dropped", "ranked_in_order", "agree"} if dtype != torch.float64 else set())
+    used = {"words", "fields"} | ({"dropped", "ranked_by_buckets", "agree"} if dtype != torch.float64 else set())
     assert set(calls) == used
-
-
-NARROW, WIDE = 32, 64
-ROWS = {  # how three rows of n numbers are made of normal ones, and the bits that they are sorted by
-    "distinct": ([(7, NARROW), (1000, NARROW), (4097, NARROW), (8192, NARROW), (8193, WIDE)], lambda rows: rows),
-    "bfloat16": (
-        [(1000, NARROW), (8193, NARROW), (32768, NARROW), (32769, WIDE)],
-        lambda rows: rows.bfloat16().float(),
-    ),
-    "equal": ([(1, NARROW), (8, NARROW), (4096, NARROW)], lambda rows: (4 * rows).round()),
-    "zeros": ([(513, NARROW)], lambda rows: rows * (rows > 0.3)),
-    "subnormal": ([(1000, WIDE)], lambda rows: 1e-40 * rows),
-    "far apart": ([(60, NARROW), (1000, WIDE)], lambda rows: rows * torch.exp(4 * rows.roll(1))),
-    "one far above": ([(40, NARROW), (1000, WIDE)], lambda rows: rows.index_fill(1, torch.tensor([3]), 1e30)),
-    "close": ([(60, NARROW), (1000, WIDE)], lambda rows: rows.sign() + 1e-6 * rows),
-    "infinite": ([(1000, NARROW)], lambda rows: (rows * 2e38).bfloat16().float()),
-}
-
-
-@pytest.mark.parametrize(
-    ("length", "bits", "kind"), [(*case, kind) for kind, (cases, _) in ROWS.items() for case in cases]
-)
-def test_rows_are_ordered_by_magnitude_then_position(length, bits, kind):
-    rows = torch.randn(3, length, generator=torch.Generator().manual_seed(length))
-    delta = ROWS[kind][1](rows).contiguous()
-    sizes = execution.array(delta).view(numpy.uint32)
-    order, places = ordered(execution.loops(), sizes, length, lambda _, *size: torch.empty(size[0], dtype=size[1]))
-    assert order.itemsize * 8 == bits
-    found = torch.from_numpy((order & places).astype("int64")).view(3, length)
-    assert torch.equal(found, delta.abs().argsort(dim=-1, stable=True))
 
 
 def _differences(rows):
@@ -216,20 +186,34 @@ def _descending(rows):
     return rows
 
 
+def _huge(x):
+    """Rows with one number far above the others."""
+    return x.index_fill(1, torch.tensor([3]), 1e30)
+
+
+COUNTED, BUCKETS, SORTED = "by counts", "ranked_by_buckets", "ranked_in_order"
 RANKED = {  # rows of n normal numbers, and how magnitudes are ranked
     "differences": (
         [(19, 300), (2, 1024), (1, 70000)],
-        True,
+        COUNTED,
         lambda x: (x + 0.1 * x.roll(1)).bfloat16() - x.bfloat16(),
     ),
-    "few": ([(8, 4096)], True, lambda x: (3 * x).round()),
-    "far below": ([(9, 512)], True, lambda x: x.bfloat16().float().index_fill(1, torch.arange(0, 40), 1e-30)),
-    "zeros": ([(3, 256)], True, lambda x: 0 * x),
-    "short": ([(16, 255)], False, lambda x: x.bfloat16().float()),
-    "float32": ([(16, 300)], False, lambda x: x),
-    "one bin": ([(16, 300)], False, lambda x: x.index_fill(1, torch.tensor([3]), 1e30)),
-    "descending": ([(8, 8192)], False, _descending),
-    "infinite": ([(8, 300)], True, lambda x: (x * 2e38).bfloat16().float()),
+    "few": ([(8, 4096)], COUNTED, lambda x: (3 * x).round()),
+    "far below": ([(9, 512)], COUNTED, lambda x: x.bfloat16().float().index_fill(1, torch.arange(0, 40), 1e-30)),
+    "zeros": ([(3, 256)], COUNTED, lambda x: 0 * x),
+    "short": ([(16, 255)], BUCKETS, lambda x: x.bfloat16().float()),
+    "float32": ([(7, 7), (16, 300), (9, 4097), (3, 32768), (1, 65535)], BUCKETS, lambda x: x),
+    "long": ([(2, 65536)], SORTED, lambda x: x),
+    "one": ([(5, 1)], BUCKETS, lambda x: x),
+    "equal": ([(9, 8), (3, 200)], BUCKETS, lambda x: (4 * x).round()),
+    "half zeros": ([(9, 513)], BUCKETS, lambda x: x * (x > 0)),
+    "far apart": ([(9, 1000)], SORTED, lambda x: x * torch.exp(4 * x.roll(1))),
+    "subnormal": ([(9, 1000)], SORTED, lambda x: 1e-40 * x),
+    "one bin": ([(16, 300)], SORTED, _huge),
+    "a few in one bin": ([(40, 6)], BUCKETS, _huge),
+    "close": ([(9, 1000)], SORTED, lambda x: x.sign() + 1e-6 * x),
+    "descending": ([(8, 8192)], SORTED, _descending),
+    "infinite": ([(8, 300)], COUNTED, lambda x: (x * 2e38).bfloat16().float()),
 }
 
 
@@ -241,8 +225,8 @@ RANKED = {  # rows of n normal numbers, and how magnitudes are ranked
         for case in cases
     ],
 )
-def test_magnitudes_are_counted_where_they_have_few_bits(shape, kind, calls):
-    _, counted, made = RANKED[kind]
+def test_magnitudes_are_ranked_by_counts_else_by_buckets_else_sorted(shape, kind, calls):
+    _, way, made = RANKED[kind]
     delta = made(torch.randn(shape, generator=torch.Generator().manual_seed(1))).float().contiguous()
     by_rank = numpy.random.default_rng(0).integers(0, 1 << 16, shape[1]).astype(numpy.uint16)
     found = numpy.empty((1, delta.numel()), numpy.uint16)
@@ -251,7 +235,7 @@ def test_magnitudes_are_counted_where_they_have_few_bits(shape, kind, calls):
     wanted = numpy.empty(shape, numpy.uint16)
     numpy.put_along_axis(wanted, order, numpy.broadcast_to(by_rank, shape), 1)
     assert (found == wanted.reshape(-1)).all()
-    assert ("ranked_in_order" in calls) is not counted
+    assert (calls or [COUNTED])[-1] == way
 
 
 def test_special_numbers_in_merges():

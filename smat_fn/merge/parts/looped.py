@@ -22,10 +22,8 @@ NEVER = 1 << 62  # a position that no coordinate has
 INFINITE = 0x7F800000  # bits of infinity, above all others
 NO_RANKS = numpy.empty((0, 0), numpy.uint16)
 MOST = (1 << 16) - 1  # a threshold of ranks, at most
-SHORT = 256  # a row whose magnitudes are sorted rather than counted
-ALWAYS = 13  # bits of a position with which 32 bits tell most magnitudes apart
+SHORT = 256  # a row whose magnitudes are distributed rather than counted
 NORMED = 4096  # coordinates whose magnitudes are added by halves: part of the definition of `arithmetic.Norm`
-WIDEST = 15  # with which they may, since magnitudes of bfloat16 have few bits
 BALANCED = 1 << 18  # coordinates over all experts of which PCB's exponentials are computed at a time
 
 
@@ -334,30 +332,14 @@ def ranked(loops: ModuleType, read: Any, by_rank: Any, out: Any, room: Room | No
         loops.vectors(read, size, vectors)
     else:
         loops.magnitudes(read, size, vectors[0].view(numpy.uint32))
+    bits = min((length - 1).bit_length() + 3, 16)  # eight buckets for each coordinate of a row, or more
     for own, numbers, to in zip(vectors, numpy.broadcast_to(by_rank, (count, length)), out, strict=True):
-        order = ordered(loops, own.view(numpy.uint32), length, room)
-        loops.ranked_in_order(*order, numpy.ascontiguousarray(numbers), to)
-
-
-def ordered(loops: ModuleType, sizes: Any, length: int, room: Room) -> Any:
-    """Numbers for the coordinates in the order of their magnitudes in each row, and the bits of them that tell places.
-
-    NumPy sorts by the vector units of the processor, and 32 bits in half of the time that 64 take.
-
-    Args: sizes: uint32, bits of float32 whose sign does not matter, whole rows; room: as of `Window`.
-    """
-    bits = (length - 1).bit_length()
-    if bits <= WIDEST:
-        order = array(room("order", len(sizes), torch.int32)).view(numpy.uint32)
-        cut = loops.packed(sizes, length, bits, order)
-        if bits <= ALWAYS or 8 * cut <= len(sizes):
+        sizes, numbers = own.view(numpy.uint32), numpy.ascontiguousarray(numbers)
+        if length > MOST or not loops.ranked_by_buckets(sizes, numbers, bits, to):
+            order = array(room("order", size, torch.int64))
+            loops.items(sizes, length, order)
             order.reshape(-1, length).sort(axis=-1)
-            if loops.mended(sizes, length, bits, order):
-                return order, numpy.uint32((1 << bits) - 1)
-    order = array(room("long order", len(sizes), torch.int64))
-    loops.items(sizes, length, order)
-    order.reshape(-1, length).sort(axis=-1)
-    return order, numpy.uint64((1 << 32) - 1)
+            loops.ranked_in_order(order, numbers, to)
 
 
 def _room(_: str, count: int, dtype: torch.dtype) -> Tensor:
