@@ -407,8 +407,8 @@ def ranked_by_buckets(sizes, by_rank, bits, out):  # type: ignore[no-untyped-def
             left -= _insert(order, left)
             if left < 0:
                 return False
-            for rank in range(length):
-                out[first + (ranked[rank] & uint64(0xFFFF))] = by_rank[rank]
+            for place in range(length):
+                out[first + (ranked[place] & uint64(0xFFFF))] = by_rank[place]
     return True
 
 
@@ -420,7 +420,7 @@ def _insert(items, most):  # type: ignore[no-untyped-def]
     """
     moved = 0
     for k in range(uint64(1), uint64(len(items))):
-        item, at = items[k], k
+        item, at = items[k], uint64(k)
         while items[at - uint64(1)] > item:
             items[at] = items[at - uint64(1)]
             at -= uint64(1)

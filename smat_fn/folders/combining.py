@@ -18,8 +18,9 @@ from .inputs.adapters.factors import Held, check_range, read_adapter, stored_as,
 from .inputs.adapters.file_factors import LoraFile, file_problems, header_notes, merged_file, read_file
 from .inputs.adapters.other_tools import DIFFUSERS, file_of
 from .inputs.adapters.peft import PREFIX, weights_of
+from .inputs.differing import special_tokens
 from .inputs.hub import local_folder
-from .inputs.side_files import TOKENIZER, Files, files_of, special_tokens, template_of, unlike_templates
+from .inputs.side_files import TOKENIZER, Files, files_of, template_of, unlike_templates
 from .inputs.vocabulary import tokenizer_notes
 from .prepare import place_problems
 from .writing import exclusive, fill

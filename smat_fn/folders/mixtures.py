@@ -31,9 +31,10 @@ from ..merge.parts.chunks import CHUNK
 from ..merge.parts.windows import Scratch
 from ..merge.weight_average import WeightAverage
 from .inputs.adapters.peft import is_adapter
+from .inputs.differing import differences
 from .inputs.opening import open_input
 from .inputs.reading import Folder, load_config, seen
-from .inputs.side_files import CONFIG, TOKENIZER, Files, differences, files_of
+from .inputs.side_files import CONFIG, TOKENIZER, Files, files_of
 from .inputs.stored import Read, reader_of_tensor
 from .inputs.vocabulary import one_head, tokenizer_notes
 from .prepare import SHARD_SIZE, OutDtype, out_dtypes, place_problems

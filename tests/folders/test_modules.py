@@ -161,6 +161,16 @@ def test_a_component_keeps_the_name_of_its_file(tmp_path):
     assert not (tmp_path / "out/model.safetensors").exists()
 
 
+def test_configurations_of_components_name_the_dtype_of_their_weights(tmp_path):
+    base, one = (pipeline(tmp_path / str(seed), seed) for seed in range(2))
+    written(base, {"text_encoder/config.json": '{"torch_dtype": "float32", "size": 2}'})
+    merge_folders(TA, base, {"one": one}, tmp_path / "out", out_dtype="bfloat16")
+    assert json.loads((tmp_path / "out/text_encoder/config.json").read_text()) == {"torch_dtype": "bfloat16", "size": 2}
+    assert (tmp_path / "out/unet/config.json").read_text() == "{}"
+    merge_folders(TA, base, {"one": one}, tmp_path / "same")
+    assert (tmp_path / "same/text_encoder/config.json").read_bytes() == (base / "text_encoder/config.json").read_bytes()
+
+
 def test_modules_of_a_router_and_of_a_folder_without_weights_of_its_own_are_merged(tmp_path):
     names = {
         "routed": ("", "2_Router/query_0_Dense/", "2_Router/document_0_Dense/"),
@@ -230,7 +240,9 @@ def test_settings_of_modules_and_components_that_differ_are_noted(tmp_path):
     )
     for folder in (one, two):
         (folder / "2_Dense/model.safetensors").unlink()
-    (note,) = plan(TA, plain, {"one": one}, tmp_path / "none").notes
+    processor, note = plan(TA, plain, {"one": one}, tmp_path / "none").notes
+    told = "expert 'one' has a preprocessor_config.json, base has none: the output has none, copy it there"
+    assert processor == told
     assert note.startswith(
         "expert 'one' is a model of sentence-transformers, base is not: the output has no pooling, c"
     )

@@ -18,7 +18,7 @@ from smat_fn.scripts.merge import on_disk
 
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 TA = TaskArithmetic(coef=0.5)
-NOTE = "quantised parameters, read as bfloat16: changes of weights include what their rounding changed"
+NOTE = ", read as bfloat16: changes of weights include what their rounding changed"
 
 
 def drawn(*shape, seed=0):
@@ -78,7 +78,7 @@ def test_every_range_is_the_product_with_the_scales_of_its_blocks(name, shape, s
     )
     found = open_folder("base", folder)
     assert list(found.leaves) == ["a.weight"]
-    assert found.note == f"base holds 1 {NOTE}"
+    assert found.note == f"base holds 1 quantised parameter{NOTE}"
     flat = scale.reshape(-1, 1) if scale.dim() < 2 else scale
     whole = flat if scale.numel() == 1 else spread(flat, shape, block)
     assert_every_range(found, "a.weight", (values.float() * whole.reshape(whole.shape or (1,))).bfloat16().view(shape))
@@ -98,7 +98,7 @@ def test_scales_may_be_exponents_of_two(kind, folders, tmp_path):
 def test_all_bytes_are_the_values_that_torch_reads(kind, folders, tmp_path):
     values = torch.arange(256, dtype=torch.uint8).view(kind)
     found = open_folder("base", folders.save(tmp_path / "x", {"a": values}))
-    assert found.note == f"base holds 1 {NOTE}"
+    assert found.note == f"base holds 1 quantised parameter{NOTE}"
     torch.testing.assert_close(found.leaf("a"), values.bfloat16(), rtol=0, atol=0, equal_nan=True)
     assert found.leaf("a").isnan().sum() == (2 if kind is E4M3 else 6)
 
@@ -147,7 +147,7 @@ def test_a_merge_is_that_of_the_values_and_its_configuration_is_not_quantised(co
     third = configured(folders.save(tmp_path / "3", other), dtype="bfloat16", hidden_size=7)
     out = tmp_path / "out"
     result = merge_folders(config, paths[0], {"x": paths[1], "y": third}, out, key=folders.key)
-    assert result.notes == (f"base holds 1 {NOTE}", f"expert 'x' holds 1 {NOTE}")
+    assert result.notes == (f"base holds 1 quantised parameter{NOTE}", f"expert 'x' holds 1 quantised parameter{NOTE}")
     whole = {path: {"q.weight": plain[path], "norm": model[path]["norm"]} for path in (1, 2)}
     folders.assert_same_bits(folders.load(out), folders.in_memory(config, whole[1], {"x": whole[2], "y": other}))
     assert json.loads((out / "config.json").read_text()) == {"dtype": "bfloat16", "hidden_size": 7}
@@ -315,8 +315,8 @@ def test_every_command_says_what_is_read_so(folders, tmp_path):
     a, b = tmp_path / "a", tmp_path / "b"
     stack = Path(f"{a}[0:1]+{b}[1:2]")
     result = merge_folders(TA, stack, {"x": Path(f"{b}[0:1]+{a}[1:2]")}, tmp_path / "stack")
-    assert [f"holds 2 {NOTE}" in note for note in result.notes].count(True) == 2
-    notes = f"base holds 2 {NOTE}", f"expert 'expert' holds 2 {NOTE}"
+    assert [f"holds 2 quantised parameters{NOTE}" in note for note in result.notes].count(True) == 2
+    notes = f"base holds 2 quantised parameters{NOTE}", f"expert 'expert' holds 2 quantised parameters{NOTE}"
     assert extract_lora(a, b, tmp_path / "lora", rank=1).notes == notes
     merge_folders(Emr(), a, {"x": b, "y": a}, tmp_path / "emr")
     exported = export_task(tmp_path / "emr", a, "x", tmp_path / "task")

@@ -112,6 +112,77 @@ def test_rotary_positions_are_compared_whatever_version_wrote_them(models, tmp_p
     assert "expert 'C' has other positions: rope_scaling.factor 4.0, base's is 8.0" in notes
 
 
+def test_positions_that_only_an_experts_configuration_names_are_compared_with_those_of_most_classes(models, tmp_path):
+    base = json.loads((models / "BASE/config.json").read_text())
+    rope = ("rope_theta", "rope_scaling", "rope_parameters")
+    (models / "BASE/config.json").write_text(json.dumps({k: v for k, v in base.items() if k not in rope}))
+    plain = {"rope_theta": 1e4, "rope_type": "default"}
+    change(models / "A", rope_parameters=plain, sliding_window=None)
+    change(models / "B", rope_parameters=None, rope_theta=1000000, rope_scaling=None, sliding_window=16)
+    change(models / "C", rope_parameters=None, rope_scaling={"type": "linear", "factor": 8.0})
+    experts = {name: models / name for name in "ABC"}
+    wanted = [
+        "expert 'B' has other positions: rope_theta 1000000, base's is 10000.0, sliding_window 16, base's is None",
+        "expert 'C' has other positions: rope_scaling.rope_type linear, base's is default",
+    ]
+    for nothing in {}, {"rope_scaling": None}:
+        change(models / "BASE", **nothing)
+        notes = plan(TA, models / "BASE", experts, tmp_path / "out").notes
+        assert [note for note in notes if "positions" in note] == wanted
+    layers = {"full_attention": plain, "sliding_attention": {"rope_theta": 1e6, "rope_type": "default"}}
+    change(models / "A", rope_parameters=layers)  # says more than a base with one kind of layers could
+    notes = plan(TA, models / "BASE", {"A": models / "A"}, tmp_path / "out").notes
+    assert not [note for note in notes if "positions" in note]
+
+
+def test_chat_templates_of_processors_are_read_and_replaced(models, tmp_path):
+    places = {"chat_template.json": "A", "processor_config.json": "B"}
+    for file, name in places.items():
+        change(models / name, file, chat_template=f"{{{{ '{name}' }}}}")
+        (models / name / "chat_template.jinja").write_text("{{ 'of the tokenizer alone' }}")
+        assert template_of(models / name) == f"{{{{ '{name}' }}}}"
+        merge_folders(TA, models / name, {"C": models / "C"}, tmp_path / name, chat_template="{{ 'new' }}")
+        assert (tmp_path / name / "chat_template.jinja").read_text() == "{{ 'new' }}"
+        assert template_of(tmp_path / name) == "{{ 'new' }}"
+    assert not (tmp_path / "A/chat_template.json").exists()
+    assert "chat_template" not in json.loads((tmp_path / "B/processor_config.json").read_text())
+    notes = plan(TA, models / "BASE", {"A": models / "A"}, tmp_path / "out").notes
+    assert "expert 'A' has a chat template, base has none: the output has none" in notes
+    merge_folders(TA, models / "B", {"A": models / "A"}, tmp_path / "from", tokenizer_from="A")
+    assert template_of(tmp_path / "from") == "{{ 'A' }}"
+    experts = {name: models / name for name in "AB"}
+    merge_folders(TA, models / "BASE", experts, tmp_path / "auto", chat_template="auto")
+    assert template_of(tmp_path / "auto") == "{{ 'A' }}"
+
+
+def test_tokenizers_processors_and_code_that_the_output_lacks_are_notes(models, tmp_path):
+    for file in (models / "BASE").glob("tokenizer*"):
+        file.unlink()
+    change(models / "A", "preprocessor_config.json", image_mean=[0.5])
+    for name in "BASE", "A", "B":
+        (models / name / "modeling_own.py").write_text(f"NAME = {name in ('BASE', 'B')}")
+    notes = plan(TA, models / "BASE", {name: models / name for name in "AB"}, tmp_path / "out").notes
+    without = "has a tokenizer, base has none: the output has none, copy one there"
+    assert [note for note in notes if note.startswith("expert 'A'")] == [
+        f"expert 'A' {without}",
+        "expert 'A' has another modeling_own.py than base: the output has that of base",
+        "expert 'A' has a preprocessor_config.json, base has none: the output has none, copy it there",
+    ]
+    assert [note for note in notes if note.startswith("expert 'B'")] == [f"expert 'B' {without}"]
+    notes = plan(TA, models / "BASE", {"A": models / "A"}, tmp_path / "out", config_from="A").notes
+    assert not [note for note in notes if "modeling_own" in note]
+
+
+def test_folders_of_a_processor_come_along(models, tmp_path):
+    own = {"qformer_tokenizer/tokenizer.json": "{}", "speaker_embeddings_path.json": '{"v2": 1}'}
+    own |= {"speaker_embeddings/v2/one.npy": "voice", "speaker_embeddings/two.npy": "another"}
+    for file, text in own.items():
+        (models / "BASE" / file).parent.mkdir(parents=True, exist_ok=True)
+        (models / "BASE" / file).write_text(text)
+    merge_folders(TA, models / "BASE", {"A": models / "A"}, tmp_path / "out")
+    assert {file: (tmp_path / "out" / file).read_text() for file in own} == own
+
+
 def test_chat_templates_and_generation_configs_that_differ_are_notes(models, tmp_path):
     change(models / "A", "generation_config.json", eos_token_id=[2, 5])
     change(models / "B", "generation_config.json", eos_token_id=2, _from_model_config=True)
@@ -129,7 +200,9 @@ def test_chat_templates_and_generation_configs_that_differ_are_notes(models, tmp
     experts = {name: models / name for name in "ABC"}
     notes = plan(TA, models / "BASE", experts, tmp_path / "out").notes
     assert "expert 'A' has a chat template, base has none: the output has none" in notes
-    assert "expert 'A' has another generation_config.json than base: top_p" in notes
+    told = "expert 'A' has another generation_config.json than base (top_p): the output has that of base"
+    assert told in notes
+    assert told not in plan(TA, models / "BASE", experts, tmp_path / "out", config_from="A").notes
     change(models / "BASE", "tokenizer_config.json", chat_template=[{"name": "default", "template": "{{ 'two' }}"}])
     change(models / "A", "tokenizer_config.json", chat_template=[{"name": "tool", "template": "{{ 'tool' }}"}])
     notes = plan(TA, models / "BASE", experts, tmp_path / "out").notes
@@ -522,6 +595,28 @@ def test_labels_in_another_order_are_an_error_and_other_labels_a_note(models, tm
         "expert 'A' has labels in another order",
         "expert 'B' has other labels",
     ]
+
+
+@pytest.mark.parametrize("given", [None, {"0": "LABEL_0", "1": "LABEL_1"}], ids=["none", "generic"])
+def test_labels_that_base_does_not_name_are_compared_among_experts(given, models, tmp_path):
+    if given is not None:
+        change(models / "BASE", id2label=given)
+    change(models / "A", id2label={"0": "bad", "1": "good"})
+    change(models / "B", id2label={"1": "bad", "0": "good"})
+    change(models / "C", id2label={"1": "good", "0": "bad"})
+    told = (
+        r"expert 'B' has labels in another order in config.json than expert 'A' \(good, bad and bad, good\), which "
+        "their weights do not show: merge models of one configuration, or say whose"
+    )
+    with pytest.raises(ValueError, match=told):
+        plan(TA, models / "BASE", {name: models / name for name in "ABC"}, tmp_path / "out")
+    plan(TA, models / "BASE", {name: models / name for name in "ABC"}, tmp_path / "out", config_from="A")
+    notes = plan(TA, models / "BASE", {name: models / name for name in "AC"}, tmp_path / "out").notes
+    assert [note.partition(":")[0] for note in notes] == ["expert 'A' has other labels", "expert 'C' has other labels"]
+    change(models / "BASE", label_names=["x", "y"])  # of timm
+    change(models / "C", label_names=["y", "x"])
+    with pytest.raises(ValueError, match=r"expert 'C' has labels in another order in config.json .label_names"):
+        plan(TA, models / "BASE", {"C": models / "C"}, tmp_path / "out")
 
 
 FILES = (  # one at least for each pattern

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from ... import errors
+from .differing import differences
 from .heads import head_files, head_notes
 from .hub import local_folder
 from .opening import RESERVED, key_of, roots_of
 from .reading import Folder, load_config
-from .side_files import TOKENIZER, Files, beside, chosen_template, differences, files_of
+from .side_files import TOKENIZER, Files, beside, chosen_template, files_of
 from .tokens import Aligned, Tokens, aligned, without_tokenizer
 from .vocabulary import tokenizer_notes
 

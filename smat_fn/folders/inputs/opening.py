@@ -13,6 +13,7 @@ from ...errors import some_of
 from ...merge.parts.inputs import Leaves, fit_problems
 from .adapters.experts import open_adapter
 from .adapters.peft import is_adapter
+from .differing import differences
 from .diffusion import other_kind
 from .heads import NOTHING_APART, apart, left_out, unprefixed, ways_out
 from .hub import header_problems, local_folder, unavailable
@@ -20,7 +21,6 @@ from .lineage import strangers
 from .naming import Naming, namings
 from .optional_leaves import as_base_spells, computed, with_bases
 from .reading import PIPELINE, Folder, open_folder
-from .side_files import differences
 from .stacks import adapted_by, stack_parts, stacked
 from .stored import Read
 from .towers import fitted, prefix_of

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from ... import errors
 from ...errors import and_more
+from .differing import differences
 from .optional_leaves import computed, predicts_ahead
 from .reading import Folder, config_of
-from .side_files import differences
 from .towers import compared
 from .vocabulary import HEAD, differs_in_rows, equal_leaves, fit_rows, tied_to, tokenizer_notes
 

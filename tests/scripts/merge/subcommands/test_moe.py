@@ -340,7 +340,7 @@ def test_quantised_experts_are_noted(models, tmp_path):
     file = make_moe.file_of("random", models)
     file["experts"][1]["source_model"] = str(folder)
     (note,) = [line for line in made(file, tmp_path / "out", seed=5) if line.startswith("note: expert 'eight'")]
-    assert "holds 1 quantised parameters, read as float32" in note
+    assert "holds 1 quantised parameter, read as float32" in note
 
 
 def test_fields_that_mergekit_ignores_are_noted(models, tmp_path):
