@@ -211,6 +211,29 @@ def test_modules_of_a_router_and_of_a_folder_without_weights_of_its_own_are_merg
         plan(TA, base, {"two": two}, tmp_path / "none")
 
 
+def test_modules_are_those_that_modules_json_names(tmp_path):
+    paths = "", "2_Dense", "10_Dense", "own/last", "10_Dense", "1_Normalize", "..", "../0", "/", "./"
+    files = [
+        "model.safetensors",
+        "2_Dense/model.safetensors",
+        "10_Dense/model.safetensors",
+        "own/last/model.safetensors",
+    ]
+    for seed in range(3):
+        leaves = {
+            name: tree(9 * seed + i, w=(3, 2), b=(3,)) for i, name in enumerate([*files, "3_Dense/model.safetensors"])
+        }
+        own = {"modules.json": json.dumps([{"path": path} for path in paths]), "10_Dense/config.json": "{}"}
+        written(tmp_path / str(seed), leaves | own)
+    merge_folders(WeightAverage(), tmp_path / "0", {"x": tmp_path / "1", "y": tmp_path / "2"}, tmp_path / "out")
+    for name in files:
+        made, left, right = (load_file(tmp_path / folder / name) for folder in ("out", "1", "2"))
+        assert made.keys() == {"w", "b"}
+        assert all(torch.equal(leaf, (left[path] + right[path]) / 2) for path, leaf in made.items())
+    found = {str(file.relative_to(tmp_path / "out")) for file in (tmp_path / "out").rglob("*") if file.is_file()}
+    assert found == {*files, "10_Dense/config.json", "modules.json", "manifest.json"}
+
+
 def test_settings_of_modules_and_components_that_differ_are_noted(tmp_path):
     of_sentences = {
         "modules.json": '[{"type": "a.Transformer"}, {"type": "a.b.Pooling"}]',

@@ -166,12 +166,23 @@ def _misplaced(where: str, there: Iterable[str], placed: Collection[str]) -> lis
 def module_folders(path: Path) -> list[Path]:
     """The folders of the components of a pipeline of diffusers, or of further modules of sentence-transformers.
 
-    Those of the latter are numbered, or in the folder of a Router (once Asym), whose configuration names them.
+    Those of the latter are in `MODULES`, or numbered where it has none, or in the folder of a Router (once Asym), whose
+    configuration names them.
     """
     if (path / PIPELINE).is_file():
         return sorted(path.glob("*/"))
-    numbered = sorted(path.glob("[0-9]_*/"))
-    return [*numbered, *(folder for router in (path, *numbered) for folder in _routed(router))]
+    named = _named(path)
+    own = sorted(path.glob("[0-9]_*/")) if named is None else named
+    return [*own, *(folder for router in (path, *own) for folder in _routed(router))]
+
+
+def _named(path: Path) -> list[Path] | None:
+    """The folders inside a checkpoint that `MODULES` names; None where it names no modules."""
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+        if names := [PurePosixPath(entry["path"]) for entry in read_json(path / MODULES)]:
+            inside = (path / name for name in names if name.parts and not {"/", ".."}.intersection(name.parts))
+            return [folder for folder in dict.fromkeys(inside) if folder.is_dir()]
+    return None
 
 
 def _routed(router: Path) -> list[Path]:
