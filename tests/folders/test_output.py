@@ -331,6 +331,9 @@ def test_files_of_base_come_along_and_the_index_names_every_leaf(family, folders
         "modules.json": "[]",
         "sentence_bert_config.json": "{}",
         "config_sentence_transformers.json": "{}",
+        "wordembedding_config.json": "{}",
+        "whitespacetokenizer_config.json": "{}",
+        "phrasetokenizer_config.json": "{}",
         "1_Pooling/config.json": "{}",
     }
     for name, text in {**texts, "manifest.json": "{}", "training_args.txt": "", "README.md": ""}.items():

@@ -33,7 +33,8 @@ TOKENIZER = (
 )
 PROCESSOR = "*processor_config.json"
 _OWN_FOLDERS = "*_tokenizer/*", "speaker_embeddings*", "speaker_embeddings/**/*"  # of a processor
-OTHERS = PROCESSOR, PIPELINE, MODULES, ROUTER, "*sentence*.json", *_OWN_FOLDERS  # and of `module_folders` all
+_WORDS = "wordembedding_config.json", "whitespacetokenizer_config.json", "phrasetokenizer_config.json"
+OTHERS = PROCESSOR, PIPELINE, MODULES, ROUTER, "*sentence*.json", *_OWN_FOLDERS, *_WORDS  # and of `module_folders` all
 TEMPLATE = "chat_template.jinja"
 _OLD_TEMPLATE = "chat_template.json"
 _WITH_TEMPLATE = "processor_config.json", _OLD_TEMPLATE, "tokenizer_config.json"  # as a field; a processor's is first
