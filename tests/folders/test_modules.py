@@ -1,6 +1,7 @@
 """Checkpoints whose weights stand in several folders: modules of sentence-transformers, pipelines of diffusers."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,6 +66,55 @@ def test_an_expert_without_further_modules_has_those_of_base(tmp_path):
     name = "2_Dense/model.safetensors"
     made, own = (load_file(folder / name) for folder in (tmp_path / "out", base))
     assert all(torch.equal(made[path], leaf) for path, leaf in own.items())
+
+
+def lora(folder, seed):
+    """A model of sentence-transformers whose transformer is an adapter."""
+    sentence(folder, seed)
+    for name in "model.safetensors", "config.json":
+        (folder / name).unlink()
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["query"]}
+    names = {
+        f"base_model.model.layers.0.query.lora_{half}.weight": shape for half, shape in (("A", (2, 3)), ("B", (4, 2)))
+    }
+    return written(
+        folder, {"adapter_model.safetensors": tree(seed + 90, **names), "adapter_config.json": json.dumps(config)}
+    )
+
+
+def test_modules_beside_an_adapter_are_merged(tmp_path):
+    base, whole = (sentence(tmp_path / str(seed), seed) for seed in range(2))
+    for seed, folder in enumerate((base, whole)):
+        leaves = tree(seed, embed=(4, 3), **{"layers.0.query.weight": (4, 3)})
+        written(folder, {"model.safetensors": leaves, "config.json": '{"num_hidden_layers": 1}'})
+    expert = lora(tmp_path / "adapter", 2)
+    name = "2_Dense/model.safetensors"
+    start, one, own = (load_file(folder / name) for folder in (base, whole, expert))
+    a, b = load_file(expert / "adapter_model.safetensors").values()
+    query = load_file(base / "model.safetensors")["layers.0.query.weight"] + 2 * (b @ a)
+    stack = Path(f"{base}+{expert}[0:1]")
+    for place, path in enumerate((expert, stack)):
+        out = tmp_path / f"out{place}"
+        report = merge_folders(WeightAverage(), base, {"x": path}, out)
+        assert (out / name).read_bytes() == (expert / name).read_bytes()
+        torch.testing.assert_close(load_file(out / "model.safetensors")["layers.0.query.weight"], query)
+        assert expert / name in report.inputs["expert 'x'"]
+        assert report.notes == ()
+    merge_folders(TA, base, {"x": expert, "y": whole}, tmp_path / "both")
+    made = load_file(tmp_path / "both" / name)
+    for path, leaf in start.items():
+        assert torch.equal(made[path], leaf + ((own[path] - leaf) + (one[path] - leaf)) * 0.5)
+    written(expert, {name: {"linear.weight": own["linear.weight"]}})
+    with pytest.raises(ValueError, match=r"expert 'x' lacks parameter '2_Dense/linear.bias'"):
+        plan(TA, base, {"x": expert}, tmp_path / "none")
+    (base / name).unlink()
+    told = "has parameter '2_Dense/linear.weight' that .*0 lacks: give a model with this module, or a copy of the ad"
+    with pytest.raises(ValueError, match=told):
+        plan(TA, base, {"x": stack}, tmp_path / "none")
+    with pytest.raises(ValueError, match=r"expert 'x' has parameter '2_Dense/linear.weight' that base lacks"):
+        plan(TA, base, {"x": expert}, tmp_path / "none")
+    (expert / name).unlink()
+    merge_folders(TA, base, {"x": expert}, tmp_path / "plain")
 
 
 def pipeline(folder, seed):

@@ -20,7 +20,7 @@ from .hub import header_problems, local_folder, unavailable
 from .lineage import strangers
 from .naming import Naming, namings
 from .optional_leaves import as_base_spells, computed, with_bases
-from .reading import PIPELINE, Folder, open_folder
+from .reading import PIPELINE, Folder, open_folder, own_modules
 from .stacks import adapted_by, stack_parts, stacked
 from .stored import Read
 from .towers import fitted, prefix_of
@@ -202,6 +202,11 @@ def _open_part(label: str, path: Path) -> Folder:
     model, adapter = (local_folder(label, own) for own in pair)
     start = open_folder(label, model)
     made = adapted(label, adapter, start)
+    if strange := next((path for path in made.leaves if path not in start.leaves), None):
+        raise ValueError(
+            f"{label}: {adapter} has parameter {strange!r} that {model} lacks: give a model with this module, or a "
+            "copy of the adapter's folder without it"
+        )
     leaves = {path: leaf.to(start.leaves[path].dtype) for path, leaf in made.leaves.items()}
     reads = {path: _rounded(made, path, leaf.dtype) for path, leaf in leaves.items()}
     return start._replace(leaves=leaves, reads=reads, stores={**start.stores, **made.stores}).noted(made.note)
@@ -293,10 +298,21 @@ def _listed(paths: Sequence[str], others: Iterable[str]) -> str:
 
 
 def adapted(label: str, path: Path, base: Folder, *, heads: bool = False) -> Folder:
-    """`open_adapter`, of base as it is stored, else as a class of ``transformers`` names it in memory.
+    """`open_adapter`, with modules of sentence-transformers that lie beside the adapter.
+
+    The base is as it is stored, else as a class of ``transformers`` names it in memory.
 
     Raises: as `open_adapter`.
     """
+    expert = _adapted(label, path, base, heads=heads)
+    if not (modules := own_modules(path)):
+        return expert
+    own = open_folder(label, path)
+    kept = expert.without(*(leaf for leaf in expert.leaves if leaf.startswith(tuple(modules))))
+    return kept.with_leaves_of(own, own.leaves)._replace(stores={**expert.stores, **own.stores})
+
+
+def _adapted(label: str, path: Path, base: Folder, *, heads: bool) -> Folder:
     try:
         return open_adapter(label, path, base, heads=heads)
     except ValueError:

@@ -193,6 +193,11 @@ def _routed(router: Path) -> list[Path]:
     return []
 
 
+def own_modules(path: Path) -> list[str]:
+    """The modules of sentence-transformers in a folder that hold weights, as prefixes of leaves, such as "2_Dense/"."""
+    return [*_modules("", path, [])] if (path / MODULES).is_file() else []
+
+
 def _modules(label: str, path: Path, problems: list[str]) -> dict[str, dict[Path, set[str] | None]]:
     """Weight files of `module_folders` as of `_files`, by the prefix of their leaves, such as "2_Dense/"."""
     of_pipeline = DIFFUSION, DIFFUSION_INDEX, WEIGHTS, INDEX
