@@ -126,6 +126,29 @@ def test_quantised_weights_are_compared_after_the_download(hub, models, tmp_path
     assert bits(tmp_path / "out") == bits(tmp_path / "local")
 
 
+def test_modules_of_sentence_transformers_are_compared_after_the_download(hub, tmp_path):
+    leaf, config = torch.ones(4, 3), '{"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q"]}'
+    halves = {"A": (2, 3), "B": (4, 2)}.items()
+    factors = {f"base_model.model.q.lora_{half}.weight": torch.ones(shape) for half, shape in halves}
+    for name in "base", "whole", "adapter":
+        (tmp_path / name / "2_Dense").mkdir(parents=True)
+        (tmp_path / name / "modules.json").write_text('[{"path": ""}, {"path": "2_Dense"}]')
+        save_file({"linear.weight": leaf}, tmp_path / name / "2_Dense/model.safetensors")
+        if name == "adapter":
+            save_file(factors, tmp_path / name / "adapter_model.safetensors")
+            (tmp_path / name / "adapter_config.json").write_text(config)
+        else:
+            save_file({"q.weight": leaf}, tmp_path / name / "model.safetensors")
+        hub.add(f"owner/{name}", tmp_path / name)
+    for expert in "whole", "adapter":
+        places = [(tmp_path / "base", f"owner/{expert}"), ("owner/base", tmp_path / expert)]
+        for base, other in places:
+            plan(TA, base, {"x": other}, tmp_path / "none")
+            shutil.rmtree(tmp_path / "cache")
+    plan(TA, tmp_path / "base", {"x": "owner/adapter"}, tmp_path / "none")
+    plan(TA, "owner/base", {"x": "owner/adapter"}, tmp_path / "none")  # which is in the cache
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

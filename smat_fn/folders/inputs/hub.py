@@ -12,7 +12,7 @@ from ...merge.parts.inputs import Leaves, fit_problems
 from ...progress import downloading
 from ...tree import unwrapped
 from .adapters.config import CONFIG as ADAPTER
-from .adapters.peft import BESIDE
+from .adapters.peft import BESIDE, is_adapter
 from .optional_leaves import as_base_spells, may_be_spare, recast
 from .quantised import quantised_by, refused_by_config
 from .reading import PICKLED, PICKLES, SUFFIXES, config_of, open_folder
@@ -259,11 +259,16 @@ def _fetched(path: Path, name: str) -> Path | None:
 
 
 def _local(label: str, path: Path) -> Leaves | None:
-    """The leaves of each input on this machine; None for inputs that cannot be opened, and for adapters."""
+    """The leaves of each input on this machine; None for inputs that cannot be opened, and for adapters.
+
+    Those of modules of sentence-transformers are left out, since `_headers` has none.
+    """
     try:
-        return open_folder(label, local_folder(label, path, fetch=False)).leaves
+        folder = local_folder(label, path, fetch=False)
+        leaves = None if is_adapter(folder) else open_folder(label, folder).leaves
     except ValueError:
         return None
+    return leaves and ({path: leaf for path, leaf in leaves.items() if "/" not in path} or leaves)
 
 
 def push_problems(repository: str) -> list[str]:
