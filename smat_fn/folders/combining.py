@@ -20,6 +20,7 @@ from .inputs.adapters.other_tools import DIFFUSERS, file_of
 from .inputs.adapters.peft import PREFIX, weights_of
 from .inputs.differing import special_tokens
 from .inputs.hub import local_folder
+from .inputs.reading import own_modules
 from .inputs.side_files import TOKENIZER, Files, files_of, template_of, unlike_templates
 from .inputs.vocabulary import tokenizer_notes
 from .prepare import place_problems
@@ -36,7 +37,7 @@ class Combined(NamedTuple):
     rank: int  # of all modules
     partial: tuple[str, ...]  # modules that some adapters lack
     bytes: int
-    notes: tuple[str, ...]  # on tokenizers and headers that differ
+    notes: tuple[str, ...]  # on tokenizers and headers that differ, and on modules beside the adapters
 
 
 def merge_adapters(
@@ -80,7 +81,7 @@ def merge_adapters(
     )
     config = {} if files else {CONFIG: json.dumps(_config(held, merged, base, rank), indent=2) + "\n"}
     made = {DIFFUSERS if files else WEIGHTS: (stored, header)}
-    notes = [*header_notes({f"adapter {name!r}": own for name, own in files.items()})]
+    notes = [*header_notes({f"adapter {name!r}": own for name, own in files.items()}), *_module_notes(places)]
     notes += _write(checkpoint.follow(out), made, config, places, overwrite=overwrite, texts=texts)
     return Combined(
         tuple(merged),
@@ -145,6 +146,16 @@ def tokenizer_of(places: Mapping[str, Path]) -> tuple[Files, tuple[str, ...]]:
                 f"{label} has other named chat templates than {first} ({named}): the merged adapter has {first}'s"
             )
     return {**files_of(root, TOKENIZER)}, tuple(notes)
+
+
+def _module_notes(places: Mapping[str, Path]) -> list[str]:
+    """Notes on the weights of modules of sentence-transformers, which are in no adapter."""
+    return [
+        f"adapter {name!r} lies beside weights of {', '.join(modules)}, which the merged adapter has not: merge the "
+        "adapters as whole models if these are to count"
+        for name, place in places.items()
+        if (modules := own_modules(place))
+    ]
 
 
 def _stored(merged: Mapping[str, Factors], held: Mapping[str, Held], rank: int) -> dict[str, Tensor]:

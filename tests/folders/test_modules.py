@@ -7,8 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from smat_fn import random
 from smat_fn.config import TaskArithmetic, WeightAverage
-from smat_fn.folders import extract_lora, merge_folders, open_folder, plan
+from smat_fn.folders import extract_lora, merge_adapters, merge_folders, open_folder, plan
+from smat_fn.scripts.merge.subcommands.adapters import by_module
 
 TA = TaskArithmetic(coef=0.5)
 
@@ -115,6 +117,17 @@ def test_modules_beside_an_adapter_are_merged(tmp_path):
         plan(TA, base, {"x": expert}, tmp_path / "none")
     (expert / name).unlink()
     merge_folders(TA, base, {"x": expert}, tmp_path / "plain")
+
+
+def test_an_adapter_merged_from_adapters_has_no_further_modules(tmp_path):
+    places = {"x": lora(tmp_path / "x", 1), "y": lora(tmp_path / "y", 2)}
+    (places["y"] / "2_Dense/model.safetensors").unlink()
+    how = {"method": "cat", "weights": {}, "key": random.key(0), "rank": None}
+    made = merge_adapters(places, tmp_path / "out", lambda found: by_module(found, **how))
+    assert made.notes == (
+        "adapter 'x' lies beside weights of 2_Dense/, which the merged adapter has not: merge the adapters as whole "
+        "models if these are to count",
+    )
 
 
 def pipeline(folder, seed):
