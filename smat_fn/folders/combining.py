@@ -37,7 +37,7 @@ class Combined(NamedTuple):
     rank: int  # of all modules
     partial: tuple[str, ...]  # modules that some adapters lack
     bytes: int
-    notes: tuple[str, ...]  # on tokenizers and headers that differ, and on modules beside the adapters
+    notes: tuple[str, ...]  # on tokenizers and headers that differ, on modules and adapters beside those read
 
 
 def merge_adapters(
@@ -82,6 +82,7 @@ def merge_adapters(
     config = {} if files else {CONFIG: json.dumps(_config(held, merged, base, rank), indent=2) + "\n"}
     made = {DIFFUSERS if files else WEIGHTS: (stored, header)}
     notes = [*header_notes({f"adapter {name!r}": own for name, own in files.items()}), *_module_notes(places)]
+    notes += [own.note for own in held.values() if own.note]
     notes += _write(checkpoint.follow(out), made, config, places, overwrite=overwrite, texts=texts)
     return Combined(
         tuple(merged),

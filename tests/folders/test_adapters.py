@@ -132,6 +132,21 @@ def test_patterns_change_rank_and_alpha_of_modules_by_their_ends(base, adapter, 
     folders.assert_same_bits(merged(folders, base, folder, tmp_path), expected)
 
 
+def test_adapters_with_names_beside_the_default_one_are_noted(base, adapter, folders, tmp_path):
+    default, named = adapter({f"model.{Q}": factors((6, 6))}), factors((10, 6))
+    adapter({f"model.{UP}": named}, name="adapter/x")
+    adapter({f"model.{UP}": factors((10, 6))}, name="adapter/checkpoint-500")
+    path = folders.save(tmp_path / "base", base)
+    told = "is the default adapter of its folder, which holds others too: for one of them give its path"
+    assert plan(TA, path, {"d": default}, tmp_path / "none").notes == (f"expert 'd' {told} ({default / 'x'})",)
+    assert plan(TA, path, {"x": default / "x"}, tmp_path / "none").notes == ()
+    folders.assert_same_bits(
+        merged(folders, base, default / "x", tmp_path), changed(base, **{UP: 2 * (named[1] @ named[0])})
+    )
+    made = merge_adapters({"d": default}, tmp_path / "joined", lambda found: found["d"])
+    assert made.notes == (f"adapter 'd' {told} ({default / 'x'})",)
+
+
 def test_fan_in_fan_out_is_the_transpose(base, adapter, folders, tmp_path):
     square, tall = factors((6, 6)), factors((6, 10))
     folder = adapter({f"model.{Q}": square, f"model.{UP}": tall}, fan_in_fan_out=True)

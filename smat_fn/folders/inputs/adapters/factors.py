@@ -24,6 +24,7 @@ class Held(NamedTuple):
     parameters: frozenset[str]  # modules whose matrix is ``in_proj_weight``
     under: dict[str, Tensor]  # by name in the file: weights below factors, which peft stores of embeddings and heads
     config: dict[str, Any]
+    note: str = ""  # as `Folder.note`
 
 
 def read_adapter(label: str, path: Path) -> Held:
@@ -31,7 +32,7 @@ def read_adapter(label: str, path: Path) -> Held:
 
     Raises: ValueError that lists what is broken, unknown, or more than A and B of matrices.
     """
-    config, store, scale, problems, *_ = opened_folder(label, path)
+    config, store, scale, problems, _, note = opened_folder(label, path)
     halves: dict[tuple[str, bool], dict[str, str]] = {}
     others: dict[str, list[str]] = {}
     for name in store.names:
@@ -70,7 +71,7 @@ def read_adapter(label: str, path: Path) -> Held:
     errors.raise_problems(problems)
     parameters = (str(name).removesuffix(".in_proj_weight") for name in config.get("target_parameters") or ())
     embeddings = frozenset(module for module, embedding in halves if embedding)
-    return Held(found, embeddings, frozenset(parameters), under, config)
+    return Held(found, embeddings, frozenset(parameters), under, config, note)
 
 
 def stored_halves(module: str, a: Tensor, b: Tensor, *, embedding: bool) -> dict[str, Tensor]:

@@ -1,11 +1,13 @@
 """Adapters of PEFT in folders: which folder is one, and its tensors."""
 
+import re
 from functools import partial
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from .... import checkpoint
+from ....errors import some_of
 from ..reading import PICKLES, SUFFIXES, foreign
 from ..stored import Pickled, Store
 from .config import CONFIG, PICKLED, WEIGHTS, as_lora, config_problems, is_other_kind, no_scales, scale_of
@@ -14,6 +16,7 @@ from .other_tools import file_of
 
 BESIDE = "non_lora_trainables.bin", "trainable_params.bin"  # of LLaVA (its projector), of LongLoRA
 PREFIX = "base_model.model."
+_OF_TRAINER = re.compile(r"checkpoint-\d+")  # folders of transformers' Trainer, from earlier steps
 PARTS = {
     ".lora_A.weight": ("A", False),
     ".lora_B.weight": ("B", False),
@@ -67,4 +70,15 @@ def opened_folder(label: str, path: Path, *, whole: bool = False) -> Opened:
     if is_other_kind(config):  # its leaves are another kind's too
         raise ValueError(problems[0])
     scale = None if no_scales(config) else partial(scale_of, label, config)
-    return Opened(config, store, scale, problems, {file: store, path / CONFIG: None})
+    return Opened(config, store, scale, problems, {file: store, path / CONFIG: None}, _others_note(label, path))
+
+
+def _others_note(label: str, path: Path) -> str:
+    """A note on adapters with names, which peft saves in folders beside the one that it calls default."""
+    found = [own.parent for own in sorted(path.glob(f"*/{CONFIG}")) if not _OF_TRAINER.fullmatch(own.parent.name)]
+    if not found:
+        return ""
+    if not found:
+        return ""
+    whose = f"{label} is the default adapter of its folder, which holds others too"
+    return f"{whose}: for one of them give its path ({some_of(map(str, found))})"
