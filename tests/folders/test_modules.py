@@ -1,6 +1,7 @@
 """Checkpoints whose weights stand in several folders: modules of sentence-transformers, pipelines of diffusers."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,30 @@ def test_an_expert_without_further_modules_has_those_of_base(tmp_path):
     name = "2_Dense/model.safetensors"
     made, own = (load_file(folder / name) for folder in (tmp_path / "out", base))
     assert all(torch.equal(made[path], leaf) for path, leaf in own.items())
+
+
+def test_ways_out_for_modules_that_base_lacks(tmp_path):
+    layer = {"layers.0.query.weight": (4, 3)}
+    plain, one, two = (sentence(tmp_path / str(seed), seed, dense=seed > 0) for seed in range(3))
+    for seed, folder in enumerate((plain, one, two)):
+        written(folder, {"model.safetensors": tree(seed, **layer)})
+    told = "2_Dense/ of sentence-transformers is not in base, or has other shapes there: give a base with the experts'"
+    with pytest.raises(ValueError, match=told) as caught:
+        plan(TA, plain, {"one": one, "two": two}, tmp_path / "none")
+    assert "heads" not in str(caught.value)
+    wide = tree(0, **{"linear.weight": (9, 3), "linear.bias": (9,)})
+    other = written(tmp_path / "other", {"modules.json": "[]", "2_Dense/model.safetensors": wide})
+    written(other, {"model.safetensors": tree(0, **layer)})
+    with pytest.raises(ValueError, match=told):
+        plan(TA, other, {"one": one}, tmp_path / "none")
+    name = "2_Dense/model.safetensors"
+    merge_folders(WeightAverage(), one, {"one": one, "two": two}, tmp_path / "out")
+    made, left, right = (load_file(folder / name) for folder in (tmp_path / "out", one, two))
+    assert all(torch.equal(leaf, (left[path] + right[path]) / 2) for path, leaf in made.items())
+    for folder in one, two:
+        shutil.rmtree(folder / "2_Dense")
+    merge_folders(TA, plain, {"one": one, "two": two}, tmp_path / "alone")
+    assert not (tmp_path / "alone/2_Dense").exists()
 
 
 def lora(folder, seed):

@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors.torch import save
 from torch import Tensor
 
-from .reading import Folder
+from .reading import Folder, own_modules
 from .side_files import Files
 from .stacks import layer_of, layers_of
 from .vocabulary import differs_in_rows
@@ -91,6 +91,14 @@ def ways_out(base: Folder, experts: Mapping[str, Folder]) -> list[str]:
             ]
     inside = {path for path in names if not _outside(path, rows)}
     shapes = _reshaped(base, experts)
+    modules = sorted({own for folder in experts.values() for own in own_modules(folder.root)})
+    if names | shapes and all(path.startswith(tuple(modules)) for path in names | shapes):
+        unlike = [own for own in modules if any(path.startswith(own) for path in names | shapes)]
+        return [
+            f"{', '.join(unlike)} of sentence-transformers is not in base, or has other shapes there: give a base with "
+            "the experts' modules (an expert, for mergers that take no differences from base), or copies of the "
+            "experts without these folders"
+        ]
     if all(_outside(path, rows) for path in shapes):  # else models of another size
         names |= shapes
     if not rows or not names:
