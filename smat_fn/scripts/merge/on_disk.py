@@ -40,7 +40,7 @@ from ..recipes.places import placed_by_name
 from .experts.given import by_name
 from .experts.inputs import depth_problems, facts_of, mask_key
 from .experts.origin import base_problems, name_problems
-from .provenance.card import card, licenses_of, rounding
+from .provenance.card import card, library_of, licenses_of, rounding
 from .provenance.fingerprints import expert_prints, fingerprints_of
 from .provenance.finished import differences, hashes, is_merged, other_inputs, seconds_to_hash, texts
 
@@ -338,6 +338,7 @@ def _texts(
         rounding_ratio=report.rounding,
         notes=list(report.notes),
         **licenses_of(order.base, order.experts),
+        **library_of(files[0].parent),
         **hashed,
     ) | {"fingerprint": merged}
     return texts(manifest, card, report.inputs | _whose(order)) | {checkpoint.RECIPE: _recipe(config, order)}

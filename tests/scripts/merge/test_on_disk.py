@@ -186,6 +186,11 @@ def test_the_metadata_of_a_card_name_models_on_the_hub(copied, tmp_path, monkeyp
     list(on_disk.stream_run([TA], on_disk.order(base, experts, out=tmp_path / "out", seed=0)))
     card = ModelCard.load(tmp_path / "out/ta/README.md")
     assert (card.data.base_model, card.data.library_name, card.data.license) == (["base"], "transformers", "mit")
+    (base / "config.json").write_text('{"architecture": "resnet18", "pretrained_cfg": {}}')
+    list(on_disk.stream_run([TA], on_disk.order(base, experts, out=tmp_path / "timm", seed=0)))
+    export(experts[0], base, tmp_path / "exported")
+    for folder in "timm/ta", "exported":
+        assert ModelCard.load(tmp_path / folder / "README.md").data.library_name == "timm"
     monkeypatch.chdir(tmp_path)
     given = [Path("a=org/expert@main"), experts[0], Path("org/expert"), Path("org/other.v2")]
     assert model_names(Path("org/base@v1"), given) == ["org/base", "org/expert", "org/other.v2"]

@@ -10,7 +10,7 @@ import yaml
 
 from ....errors import printable
 from ....folders.inputs.hub import local_folder
-from ....folders.inputs.reading import DIFFUSION, DIFFUSION_INDEX, PIPELINE
+from ....folders.inputs.reading import DIFFUSION, DIFFUSION_INDEX, MODULES, PIPELINE, config_of
 from ....folders.inputs.stacks import folders_of
 from ....merge import RANDOM, ByExpert
 from ....merge.around.select import best_of
@@ -86,6 +86,14 @@ def licenses_of(base: Path | None, experts: Mapping[str, Path]) -> dict[str, Any
     known = {"base": first and _license(first)}
     known["experts"] = {name: own for name, path in places.items() if (own := _license(path))}
     return {"licenses": found} if (found := {name: own for name, own in known.items() if own}) else {}
+
+
+def library_of(folder: Path) -> dict[str, str]:
+    """The field ``library`` of a manifest: what loads a model, where config.json shows it and no name of a file."""
+    config = config_of(folder)
+    if "sentence_transformers" in config:  # a cross-encoder
+        return {"library": "sentence-transformers"}
+    return {"library": "timm"} if "pretrained_cfg" in config and "model_type" not in config else {}
 
 
 def _license(path: Path) -> dict[str, Any]:
@@ -284,6 +292,10 @@ def _library(manifest: Mapping[str, Any]) -> str:
     files = manifest.get("files", ())
     if any(PurePosixPath(file).name in (PIPELINE, DIFFUSION, DIFFUSION_INDEX) for file in files):
         return "diffusers"
+    if MODULES in files:
+        return "sentence-transformers"
+    if "library" in manifest:
+        return str(manifest["library"])
     return "transformers" if "config.json" in files else "smat_fn"
 
 

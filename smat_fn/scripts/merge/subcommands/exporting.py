@@ -18,7 +18,7 @@ from ...manifests import manifest_of
 from ...recipes.places import folder_name
 from ..experts.given import model_names
 from ..experts.origin import key_of_base, origin_of
-from ..provenance.card import exported_card, licenses_of, rounding
+from ..provenance.card import exported_card, library_of, licenses_of, rounding
 from ..provenance.fingerprints import leaves_of
 from ..provenance.finished import hashes, texts
 from ..settings import Export
@@ -62,6 +62,7 @@ def export(model: Path, base: Path, out: Path, *, task: str | None = None, **opt
             **({"licenses": licenses} if licenses else {}),
             "base_model": model_names(base) + manifest.get("base_model", [])[1:],
             "rounding_ratio": report.rounding,
+            **library_of(files[0].parent),
             **hashes(files, report.inputs, report.hashes),
         }
         return texts(facts, partial(exported_card, model), report.inputs)

@@ -7,7 +7,7 @@ from huggingface_hub import ModelCard
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from markdown_it import MarkdownIt
 
-from smat_fn.scripts.merge.provenance.card import adapter_card, card, exported_card, licenses_of, model_ids
+from smat_fn.scripts.merge.provenance.card import adapter_card, card, exported_card, library_of, licenses_of, model_ids
 
 NAMES = (
     "gpt2", "owner/name", "a-b_c.d", "my base", "two/slashes/here", "-start", "end-", "a--b", "a..b", "repo.git",
@@ -77,6 +77,20 @@ def test_pipelines_of_diffusers_and_their_components_are_of_that_library():
     for file in files:
         text = card(MANIFEST | {"base_model": [], "files": {file: "1", "config.json": "2"}})
         assert ModelCard(text).data.library_name == "diffusers"
+
+
+def test_models_of_sentence_transformers_and_timm_are_of_these_libraries(tmp_path):
+    given = MANIFEST | {"base_model": []}
+    files = {"files": {"modules.json": "1", "config.json": "2"}}
+    assert ModelCard(card(given | files)).data.library_name == "sentence-transformers"
+    for text, expected in {
+        '{"architecture": "resnet18", "pretrained_cfg": {}}': "timm",
+        '{"architecture": "resnet18", "pretrained_cfg": {}, "model_type": "timm_wrapper"}': "transformers",
+        '{"model_type": "bert", "sentence_transformers": {"version": "5"}}': "sentence-transformers",
+        '{"model_type": "bert"}': "transformers",
+    }.items():
+        (tmp_path / "config.json").write_text(text)
+        assert ModelCard(card(given | library_of(tmp_path))).data.library_name == expected
 
 
 def test_the_license_is_that_of_the_base_and_other_ones_are_named(tmp_path):
