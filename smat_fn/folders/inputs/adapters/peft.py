@@ -78,7 +78,5 @@ def _others_note(label: str, path: Path) -> str:
     found = [own.parent for own in sorted(path.glob(f"*/{CONFIG}")) if not _OF_TRAINER.fullmatch(own.parent.name)]
     if not found:
         return ""
-    if not found:
-        return ""
     whose = f"{label} is the default adapter of its folder, which holds others too"
     return f"{whose}: for one of them give its path ({some_of(map(str, found))})"
