@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from smat_fn.config import ModelStock, TaskArithmetic, WeightAverage
 from smat_fn.folders import Part, merge_folders, merge_part, open_folder, plan, read_inputs, run
+from smat_fn.folders.inputs.differing import differences
 from smat_fn.folders.inputs.side_files import TOKENIZER, template_of
 from smat_fn.folders.inputs.stacks import stack_of, stack_parts, stacked
 
@@ -129,6 +130,9 @@ def test_positions_that_only_an_experts_configuration_names_are_compared_with_th
         change(models / "BASE", **nothing)
         notes = plan(TA, models / "BASE", experts, tmp_path / "out").notes
         assert [note for note in notes if "positions" in note] == wanted
+    change(models / "BASE", use_sliding_window=False, sliding_window=32)  # as transformers 4 wrote Qwen2
+    notes = plan(TA, models / "BASE", {"A": models / "A"}, tmp_path / "out").notes
+    assert not [note for note in notes if "positions" in note]
     layers = {"full_attention": plain, "sliding_attention": {"rope_theta": 1e6, "rope_type": "default"}}
     change(models / "A", rope_parameters=layers)  # says more than a base with one kind of layers could
     notes = plan(TA, models / "BASE", {"A": models / "A"}, tmp_path / "out").notes
@@ -581,6 +585,34 @@ def test_configurations_inside_the_configuration_are_compared_too(models, tmp_pa
     change(models / "A", text_config=inner | {"hidden_act": "gelu"})
     with pytest.raises(ValueError, match=r"another activation in config.json .text_config.hidden_act gelu, base's is"):
         plan(TA, models / "BASE", {"A": models / "A"}, tmp_path / "out")
+    change(models / "BASE", decoder=inner)
+    change(models / "A", text_config=inner, decoder=inner | {"hidden_act": "gelu", "return_dict": True})
+    with pytest.raises(ValueError, match=r"another activation in config.json .decoder.hidden_act gelu, base's is silu"):
+        plan(TA, models / "BASE", {"A": models / "A"}, tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_a_configuration_with_its_defaults_is_the_one_without_them_for_every_kind_of_model(tmp_path):
+    CONFIG_MAPPING = pytest.importorskip("transformers.models.auto.configuration_auto").CONFIG_MAPPING
+    found, tried = {}, 0
+    for kind in CONFIG_MAPPING:
+        try:
+            config = CONFIG_MAPPING[kind]()
+            written = {
+                name: config.to_json_string(use_diff=less) for name, less in {"short": True, "long": False}.items()
+            }
+        except Exception:  # not all have defaults that fit, or the libraries that they need
+            continue
+        tried += 1
+        for name, text in written.items():
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / "config.json").write_text(text)
+        for base, expert in (("short", "long"), ("long", "short")):
+            said = differences(tmp_path / base, {"x": tmp_path / expert}, chosen=False, template=False)
+            if said != ([], []):
+                found[kind, base] = said
+    assert found == {}
+    assert tried > 300
 
 
 def test_labels_in_another_order_are_an_error_and_other_labels_a_note(models, tmp_path):

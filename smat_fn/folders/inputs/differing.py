@@ -116,7 +116,8 @@ def _alike(own: dict[str, Any], config: dict[str, Any]) -> tuple[dict[str, Any],
         name, labels = _last(path), config.get(path)
         if name in _DEFAULTS and (plain or name == "sliding_window"):
             for side in (own, config):
-                side[path] = _DEFAULTS[name] if side.get(path) is None else side[path]
+                off = side.get(f"{path.removesuffix(name)}use_{name}") is False  # as Qwen2's window
+                side[path] = _DEFAULTS[name] if off or side.get(path) is None else side[path]
         elif name == "id2label" and own.get(path) is None and isinstance(labels, dict):
             own[path] = {place: f"LABEL_{place}" for place in labels}
     return own, config
@@ -126,7 +127,7 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The fields of a configuration and, as "text_config.hidden_act", of those inside it."""
     found: dict[str, Any] = {}
     for name, value in _one_rope(config).items():
-        inside = isinstance(value, dict) and name.endswith("_config")
+        inside = isinstance(value, dict) and (name.endswith("_config") or "model_type" in value)  # encoder, decoder
         found |= _flat(value, f"{prefix}{name}.") if inside else {f"{prefix}{name}": value}
     return found
 
