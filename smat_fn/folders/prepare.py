@@ -103,6 +103,8 @@ def prepare(
     problems += [*problems_of(out_dtypes, out_dtype), *device_problems(device)]
     if tokenizer_from is None and (tokens or pad_to_multiple_of > 1):
         problems.append("tokens and pad_to_multiple_of require tokenizer_from")
+    if tokenizer_from is not None and token_rows != "by-row" and vocabulary != "error":
+        problems.append(f"vocabulary {vocabulary!r} is by row, tokenizer_from merges by token: leave one of them out")
     if into is not None:
         others = {"config_from": config_from, "tokenizer_from": tokenizer_from, "partial": partial}
         # the most frequent template is that of the text models, which has no place for images

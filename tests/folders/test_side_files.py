@@ -453,6 +453,12 @@ def test_a_merge_that_changes_nothing_says_so(models, tmp_path):
     assert told not in other.notes
 
 
+def test_rows_by_token_and_by_their_number_exclude_each_other(models, tmp_path):
+    told = "vocabulary 'base-rows' is by row, tokenizer_from merges by token: leave one of them out"
+    with pytest.raises(ValueError, match=told):
+        plan(TA, models / "BASE", {"A": models / "A"}, tmp_path, vocabulary="base-rows", tokenizer_from="base")
+
+
 def test_tokenizers_that_cannot_decide_are_refused_by_name(models, tmp_path):
     experts = {"A": models / "A", "other": models / "B_OTHER_VOCABULARY"}
     with pytest.raises(ValueError, match=r"tokenizer_from is '.*ADAPTER': must be base, union, an expert's name or a"):
