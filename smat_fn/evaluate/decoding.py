@@ -16,7 +16,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from .. import random
-from ..errors import raise_problems
+from ..errors import raise_problems, some_of
 from ..grad import ModuleLoss
 from ..models.modules import CACHES, cache_name, filled
 from ..models.prompts import Prompts
@@ -298,6 +298,16 @@ def stops(module: Any, tokenizer: Any) -> frozenset[int]:
     own = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
     several: Iterable[int | None] = own if isinstance(own, (list, tuple)) else [own]
     return frozenset(i for i in [*several, tokenizer.eos_token_id] if i is not None)
+
+
+def left_out(tokenizer: Any, answers: Iterable[str]) -> list[str]:
+    """A note on answers with special tokens, which no decoded text has."""
+    whole = "\n".join(answers)
+    found = [repr(token) for token in tokenizer.all_special_tokens if token in whole]
+    return [
+        f"hold special tokens of the tokenizer ({some_of(found)}), which decoding leaves out, so that the same answer "
+        "counts as wrong: make them ordinary tokens, or choose the metric choice or likelihood"
+    ] if found else []  # fmt: skip
 
 
 def unused_settings(module: Any) -> dict[str, Any]:

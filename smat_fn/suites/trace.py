@@ -271,6 +271,9 @@ class Trace(BaseSuite):
             if task not in TASKS and split != "train":
                 where = f"of the {len(rows.answers)} answers of {task} ({SPLITS[split]})"
                 yield from (f"{where} {text}" for text in uncounted(self._metric(task), rows.answers))
+            if split != "train" and not self._by_likelihood(task):
+                left_out = decoding.left_out(lm.tokenizer, rows.answers)
+                yield from (f"answers of {task} ({SPLITS[split]}) {text}" for text in left_out)
             if self._by_likelihood(task) == "choice" and (count := sum(map(_begun, rows.choices))):
                 yield (
                     f"in {count} of the {len(rows.choices)} rows of {task} ({SPLITS[split]}) a choice begins another "
@@ -311,11 +314,11 @@ class Trace(BaseSuite):
 
     def _joined(self, task: str) -> list[str]:
         """A note on prompts that are decoded from tokens that no training row begins with."""
-        if self._tokens.pair or (self.options.mask_prompt and not self.options.chat):
+        if self._tokens.pair:
             return []
-        rows = self._rows[task, "dev"]
-        prompts, chat = rows.prompts[:100], self.options.chat
-        behind = rows.answers[:100] if chat else ["\n"] * len(prompts)
+        rows, chat = self._rows[task, "dev"], self.options.chat
+        prompts, masked = self._tokens.prompts(task, "dev")[:100], self.options.mask_prompt
+        behind = rows.answers[:100] if chat or masked else ["\n"] * len(prompts)
         whole = [prompt + end for prompt, end in zip(prompts, behind, strict=True)]
         alone, ended = (prompt_ids(own, self._lm.tokenizer) for own in (prompts, whole))
         count = sum(longer[: len(ids)] != ids for ids, longer in zip(alone, ended, strict=True))
@@ -324,6 +327,12 @@ class Trace(BaseSuite):
                 f"the tokenizer joins the end of the chat template's prompt to the answer in {count} of {len(prompts)} "
                 f"dev rows of {task}, so that answers are decoded from tokens that no training row has: end the "
                 "template's generation prompt in a special token or a line end, not in a space"
+            ]
+        if count and masked:
+            return [
+                f"the tokenizer joins the line end that follows a prompt to the answer in {count} of {len(prompts)} "
+                f"dev rows of {task}, so that answers are decoded from tokens that no training row has: remove spaces "
+                "and line ends at the beginning of answers"
             ]
         return [
             f"the tokenizer joins the line end that follows a prompt to its last token in {count} of {len(prompts)} "
@@ -383,17 +392,21 @@ class Trace(BaseSuite):
         return batch_indices(key, len(self._tokens.examples(task, "train")), self.options.batch_size, step).tolist()
 
     @remembered
+    def rows_hash(self, task: str, split: str = "train") -> str:
+        """The hash of a split's texts, of which none is tokenized."""
+        own = self._chats if self.options.chat else self._rows
+        return content_key({"rows": hashed(own[task, split])})
+
+    @remembered
     def train_rows(self, task: str) -> dict[str, Any]:
         self.check(task)
-        own = self._chats if self.options.chat else self._rows
-        train, dev = (content_key({"rows": hashed(own[task, split])}) for split in ("train", "dev"))
         inputs = content_key({"ids": self._tokens.examples(task, "train")[:1000]})
         place = place_of(self.options.data, task, SPLITS["train"])
         return {
             "from": place,
             "count": len(self._rows[task, "train"].answers),
-            "hash": train,
-            "dev": dev,
+            "hash": self.rows_hash(task),
+            "dev": self.rows_hash(task, "dev"),
             "inputs": inputs,
         }
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import sys
 from fractions import Fraction
 from pathlib import Path
@@ -27,6 +28,7 @@ from smat_fn.evaluate.metrics import (
     rouge_l,
     sari,
     token_f1,
+    word_rouge_l,
 )
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
@@ -160,6 +162,40 @@ def test_rouge_l_by_hand():
     # the package walks through the sentences of its second text, here the prediction's: the order matters
     assert rouge_l(["a b. b"], ["b a."]) == pytest.approx(50, rel=1e-6)
     assert rouge_l(["b a."], ["a b. b"]) == pytest.approx(100, rel=1e-6)
+
+
+def test_word_rouge_l_by_hand():
+    cases = {
+        ("0.5 " * 50, "0.5"): 200 / 51,  # each word counts as often as it is there
+        ("5.12", "12.5"): 0,
+        ("U.S.A.", "A.S.U."): 0,
+        ("(Paris)!", "paris."): 100,
+        ("the cat sat on", "The cat on the mat"): 200 * 3 / 9,
+        ("-5", "5"): 0,
+        ("(-5)", "\u22125"): 100,
+        ("a b c d e", "e d c b a"): 20,
+        ("...", "..."): 100,
+        ("", "a"): 0,
+        ("a", "..."): 0,
+    }
+    for (prediction, reference), value in cases.items():
+        assert word_rouge_l([prediction], [reference]) == pytest.approx(value, abs=1e-12)
+    mean = sum(cases.values()) / len(cases)
+    assert word_rouge_l(*map(list, zip(*cases, strict=True))) == pytest.approx(mean, rel=1e-12)
+
+
+def test_word_rouge_l_has_the_longest_common_subsequence_of_a_table():
+    drawn = random.Random(0)
+    for _ in range(300):
+        left, right = ([drawn.choice("abcd") for _ in range(drawn.randrange(1, 90))] for _ in range(2))
+        row = [0] * (len(right) + 1)
+        for x in left:
+            before = row
+            row = [0]
+            for j, y in enumerate(right):
+                row.append(before[j] + 1 if x == y else max(before[j + 1], row[j]))
+        wanted = 200 * row[-1] / (len(left) + len(right))
+        assert word_rouge_l([" ".join(left)], [" ".join(right)]) == pytest.approx(wanted, rel=1e-12)
 
 
 def test_rouge_l_without_a_word_is_zero():

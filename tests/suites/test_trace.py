@@ -20,13 +20,14 @@ from smat_fn.data import chat, text
 from smat_fn.data.batching import batch_indices
 from smat_fn.errors import problems_of
 from smat_fn.evaluate.decoding import TRACE, Decoding, generator
-from smat_fn.evaluate.metrics import TRACE_METRICS, label_accuracy, numeric_accuracy, rouge_l
+from smat_fn.evaluate.metrics import TRACE_METRICS, label_accuracy, numeric_accuracy, word_rouge_l
 from smat_fn.grad import value_and_grad
 from smat_fn.mat import finetune
 from smat_fn.models import causal_lm
 from smat_fn.optim import adamw
 from smat_fn.scripts.evaluate import evaluation, models
 from smat_fn.scripts.merge.experts.inputs import facts_of, load_inputs
+from smat_fn.scripts.merge.experts.suite import changed_rows, row_notes
 from smat_fn.scripts.merge.in_memory import Request, merge_run
 from smat_fn.scripts.run_folder import find_inputs
 from smat_fn.scripts.train.joint import joint_run
@@ -316,7 +317,7 @@ def test_steps_come_from_rows_and_epochs(suite):
 def test_tasks_of_ones_own_are_decoded_greedily_and_scored_by_the_chosen_metric(load, tmp_path):
     write_rows(tmp_path, "mine", answers=("A", "B"))
     assert trace.settings_of("mine", trace.TraceOptions("m", "d")) == Decoding(100)
-    for name, metric in {"label": label_accuracy, "number": numeric_accuracy, "rouge-l": rouge_l}.items():
+    for name, metric in {"label": label_accuracy, "number": numeric_accuracy, "rouge-l": word_rouge_l}.items():
         suite = load(data=str(tmp_path), metric=name)
         seen = []
 
@@ -430,6 +431,45 @@ def test_prompts_whose_last_token_takes_the_line_end_are_a_note(load, folders, t
     (note,) = load(**options).notes
     assert "joins the line end that follows a prompt to its last token in 2 of 3 dev rows of mine" in note
     assert load(**options, mask_prompt=True).notes == ()
+
+
+def test_answers_that_the_line_end_takes_tokens_of_or_that_hold_special_ones_are_notes(load, folders, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(folders / "model", model)
+    facts = json.loads((model / "tokenizer.json").read_text())
+    facts["added_tokens"] += [
+        {**facts["added_tokens"][0], "id": 299, "content": "\n ", "special": False},
+        {**facts["added_tokens"][0], "id": 298, "content": "<yes>", "special": True},
+    ]
+    (model / "tokenizer.json").write_text(json.dumps(facts))
+    own = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(own | {"additional_special_tokens": ["<yes>"]}))
+    write_rows(tmp_path / "rows", "mine", answers=("A", " B", "<yes>"))
+    options = {"model": str(model), "data": str(tmp_path / "rows")}
+    special, again = load(**options).notes
+    told = "hold special tokens of the tokenizer ('<yes>'), which decoding leaves out, so that the same answer counts"
+    assert special.startswith(f"answers of mine (dev) {told}")
+    assert again.startswith(f"answers of mine (eval) {told}")
+    assert load(**options, metric="likelihood").notes == ()
+    joined = [note for note in load(**options, mask_prompt=True).notes if "joins" in note]
+    assert len(joined) == 1
+    assert "joins the line end that follows a prompt to the answer in 1 of 3 dev rows of mine" in joined[0]
+
+
+def test_rows_that_were_trained_on_are_known_again_without_a_tokenizer(load, tmp_path):
+    write_rows(tmp_path, "mine")
+    suite = load(data=str(tmp_path))
+    manifest = {"train_rows": suite.train_rows("mine"), "suite": dict(suite.recipe), "task": "mine"}
+    assert row_notes(suite, {"mine": manifest, "other": {}}) == []
+    assert changed_rows(suite, "none", manifest, "dev") == ""
+    (tmp_path / "mine/train.json").rename(tmp_path / "mine/kept.json")
+    (tmp_path / "mine/eval.json").rename(tmp_path / "mine/train.json")
+    (tmp_path / "mine/kept.json").rename(tmp_path / "mine/eval.json")
+    (note,) = row_notes(load(data=str(tmp_path), max_new_tokens=3), {"mine": manifest})
+    place = tmp_path / "mine/train.json"
+    told = f"expert 'mine' was trained on other rows than {place} holds now, or in another order: rows of dev may have"
+    assert note.startswith(told)
+    assert changed_rows(load(data=str(tmp_path), rows=2), "mine", manifest, "dev") == ""  # of other options
 
 
 def test_data_problems_are_told_together_before_the_model_is_loaded(load, tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ... import errors
 from ...evaluate.metrics import TRACE_METRICS
-from ..merge.experts.suite import unlike
+from ..merge.experts.suite import changed_rows, unlike
 from .models import BASE, Model
 
 _OF_SCORES = "metric", "rows", "max_new_tokens", "repeats"  # options of suites that say what a score is of
@@ -22,14 +22,11 @@ def other_rows(models: Sequence[Model]) -> list[str]:
             continue
         task, name = manifest["task"], f"{manifest['label']}, seed {manifest['seed']}"
         found.setdefault(task, {}).setdefault(rows["hash"], []).append(f"{name} on {rows.get('count')} rows")
+        if text := changed_rows(suite, task, manifest, "test"):
+            notes.append(f"the expert of {task} of {name} {text}")
         # a language suite would tokenize them all
         known = getattr(suite, "OWN_HEADS", False) and suite.recipe == manifest["suite"]
         now = suite.train_rows(task) if known and suite.train_rows is not None else rows
-        if now["hash"] != rows["hash"]:
-            notes.append(
-                f"the expert of {task} of {name} was trained on other rows than {rows['from']} holds now: rows of test "
-                "may have been among them"
-            )
         if now.get("classes", ()) != rows.get("classes", now.get("classes", ())):
             notes.append(f"the expert of {task} of {name} was trained under other class names than {task} has now")
     for task, own in found.items():

@@ -23,7 +23,7 @@ from ..recipes.own import written
 from ..recipes.places import sources_text
 from .experts.given import by_name
 from .experts.inputs import Inputs, depth_problems, facts_of, load_inputs, missing_of, read_statistics
-from .experts.suite import made_problems, of_base, scoring_suite
+from .experts.suite import made_problems, of_base, row_notes, scoring_suite
 from .provenance.card import CARD, card, licenses_of
 from .provenance.finished import differences, is_merged, other_order, verify
 from .provenance.searched import alike, chosen_text, facts_of_options, facts_of_trials, numbers_text, text_of, trials_of
@@ -126,6 +126,7 @@ def _checked(asked: Request) -> tuple[Inputs, Suite | None, dict[str, dict[str, 
         if suite is not None:
             others = [name for name, manifest in inputs.manifests.items() if not manifest]
             errors.raise_problems(made_problems(suite, others, "dev"))
+            inputs = inputs._replace(notes=(*inputs.notes, *row_notes(suite, inputs.manifests)))
         sources = sources_of(base, experts, inputs, asked.seed, suite)
     wrong = [] if asked.over else _option_problems(configs, names, asked.search, asked.calibration)
     problems = [*early, *wrong, *problems]

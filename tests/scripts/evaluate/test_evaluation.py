@@ -414,8 +414,9 @@ def test_experts_that_were_trained_on_other_rows_are_notes(runs, tmp_path):
     )
     assert told == [f"note: {different}"]
     manifests = {folder: checkpoint.load_manifest(folder) for folder in folders}
+    rows = {"hash": "a", "classes": ["x"]}
     now = SimpleNamespace(
-        OWN_HEADS=True, recipe=manifests[folders[0]]["suite"], train_rows=lambda task: {"hash": "a", "classes": ["x"]}
+        OWN_HEADS=True, tasks=("rot90",), recipe=manifests[folders[0]]["suite"], train_rows=lambda task: rows
     )
     manifests[folders[0]]["train_rows"]["classes"] = ["y"]
     named, changed, last = notes.other_rows([models.Model(folder, manifests[folder], now, "") for folder in folders])

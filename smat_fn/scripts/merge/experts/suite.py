@@ -95,6 +95,38 @@ def made_problems(suite: Suite, experts: Sequence[str], split: str) -> list[str]
     ]
 
 
+_OF_ROWS = "model", "data", "columns", "chat", "rows"  # options of a suite that its training rows depend on
+
+
+def changed_rows(suite: Suite, task: str, manifest: Mapping[str, Any], split: str) -> str:
+    """What a note says of an expert whose training rows are not those that the data hold now; "" where they are.
+
+    Suites that would have to read images or tokenize for that are not asked.
+
+    Args: split: that it is scored on.
+    """
+    rows, recipe = manifest.get("train_rows") or {}, manifest.get("suite") or {}
+    rows_hash: Any = getattr(suite, "rows_hash", None)
+    if "hash" not in rows or task not in suite.tasks:
+        return ""
+    if rows_hash is not None and all(suite.recipe.get(name) == recipe.get(name) for name in _OF_ROWS):
+        now = rows_hash(task)
+    elif getattr(suite, "OWN_HEADS", False) and suite.recipe == recipe and suite.train_rows is not None:
+        now = suite.train_rows(task)["hash"]
+    else:
+        return ""
+    if now == rows["hash"]:
+        return ""
+    place = f"{rows['from']} holds now, or in another order"
+    return f"was trained on other rows than {place}: rows of {split} may have been among them"
+
+
+def row_notes(suite: Suite, manifests: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """`changed_rows` of the experts that are scored on dev."""
+    found = {name: changed_rows(suite, own.get("task", name), own, "dev") for name, own in manifests.items()}
+    return [f"expert {name!r} {text}" for name, text in found.items() if text]
+
+
 OF_OTHERS = (  # a suite, for commands without --preset
     "--suite-options name NAME model BASE data DATA, NAME trace (texts), short_text or clip8 (images), and name each "
     "expert after its task, TASK=FOLDER"
