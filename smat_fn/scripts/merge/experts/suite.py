@@ -99,7 +99,7 @@ _OF_ROWS = "model", "data", "columns", "chat", "rows"  # options of a suite that
 
 
 def changed_rows(suite: Suite, task: str, manifest: Mapping[str, Any], split: str) -> str:
-    """What a note says of an expert whose training rows are not those that the data hold now; "" where they are.
+    """A note on an expert whose training rows are not those that the data hold now, without its name; "" for none.
 
     Suites that would have to read images or tokenize for that are not asked.
 
