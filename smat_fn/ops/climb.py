@@ -9,8 +9,6 @@ from .. import tree
 from ..execution import over_shards, transformed
 from . import cpu, launch, library
 
-_DENSE = torch.contiguous_format
-
 
 def climb(
     params: Sequence[Tensor],
@@ -27,28 +25,25 @@ def climb(
     kernels read weights and slopes twice, once for the norm, and write the result once, with no tree between them; all
     ways are bit-identical.
 
-    Args: donate: may write into slopes; out: receives the result, of params' shapes and dtypes.
+    Args: donate: may write into slopes; out: receives the result, of params' shapes and dtypes (without: and strides).
     """
-    if out is not None:
-        with torch.no_grad():
-            made = [to if to.is_contiguous() else torch.empty_like(to, memory_format=_DENSE) for to in out]
-            climb_into(list(params), list(slopes), made, rho, adaptive)
-            for to, new in zip(out, made, strict=True):
-                if to is not new:
-                    to.copy_(new)
-        return list(out)
-    if transformed() or any(type(leaf) not in tree.PLAIN for leaf in (*params, *slopes)):
+    dispatched = any(type(leaf) not in tree.PLAIN for leaf in (*params, *slopes))
+    if out is None and (dispatched or transformed()):
         return _moved(params, slopes, rho / (tree.global_norm(_weighted(params, slopes, adaptive)) + 1e-12), adaptive)
     with torch.no_grad():
-        free = library.owned(dict(enumerate(slopes))) if donate else set()
-        moved = [
-            slope
-            if i in free and slope.is_contiguous() and (slope.dtype, slope.shape) == (theta.dtype, theta.shape)
-            else torch.empty_like(theta, memory_format=_DENSE)
-            for i, (theta, slope) in enumerate(zip(params, slopes, strict=True))
-        ]
-        climb_into(list(params), list(slopes), moved, rho, adaptive)
-    return moved
+        if out is None:
+            free = library.owned(dict(enumerate(slopes))) if donate else set()
+            out = [
+                slope if i in free and slope.is_contiguous() and _alike(slope, theta) else torch.empty_like(theta)
+                for i, (theta, slope) in enumerate(zip(params, slopes, strict=True))
+            ]
+        with library.written(out) as flat:
+            climb_into(list(params), list(slopes), flat, rho, adaptive)
+    return list(out)
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
 
 
 @torch.library.custom_op("smat_fn::climb_into", mutates_args=("out",), tags=library.TAGS)

@@ -68,6 +68,7 @@ def simulate_into(
 
     Raises: ValueError that lists the leaves of out that cannot be written to.
     """
+    check_out(out, params)
     drawn = Drawn(Numbers(streams, scale, cutoff, sigma, quantiles), masked, starts)
     _write("simulate", (params, base), out, drawn)
 
@@ -84,7 +85,7 @@ def simulate(
     masked: list[bool],
     starts: list[int],
 ) -> list[Tensor]:
-    """`smat_fn.simulate` on the leaves of a tree."""
+    """`smat_fn.simulate` on the leaves of a tree; results have the strides of params."""
     out = _new(params)
     drawn = Drawn(Numbers(streams, scale, cutoff, sigma, quantiles), masked, starts)
     _write("simulate", (params, base), out, drawn)
@@ -105,6 +106,7 @@ def reweight_into(
 
     Raises: ValueError that lists the leaves of out that cannot be written to.
     """
+    check_out(out, grads)
     _write("reweight", (grads,), out, _gradient(streams, scale, cutoff, masked, starts))
 
 
@@ -112,14 +114,14 @@ def reweight_into(
 def reweight(
     grads: list[Tensor], streams: Tensor, scale: Tensor, cutoff: Tensor, masked: list[bool], starts: list[int]
 ) -> list[Tensor]:
-    """`smat_fn.reweight` on the leaves of a tree."""
+    """`smat_fn.reweight` on the leaves of a tree; results have the strides of grads."""
     out = _new(grads)
     _write("reweight", (grads,), out, _gradient(streams, scale, cutoff, masked, starts))
     return out
 
 
 def _new(leaves: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.empty_like(leaf, memory_format=torch.contiguous_format) for leaf in leaves]
+    return [torch.empty_like(leaf) for leaf in leaves]
 
 
 for _made, _written in ((simulate, simulate_into), (reweight, reweight_into)):
@@ -199,11 +201,21 @@ def _gradient(streams: Tensor, scale: Tensor, cutoff: Tensor, masked: list[bool]
 
 
 def _write(operation: str, trees: Sequence[list[Tensor]], out: list[Tensor], drawn: Drawn) -> None:
-    check_out(out, trees[0])
-    every = [*([leaf.contiguous() for leaf in leaves] for leaves in trees), out]
-    for way, rows in _ways(drawn.numbers, *every).items():
-        *given, into = ([leaves[i] for i in rows] for leaves in every)
-        getattr(way, operation)(*given, out=into, drawn=drawn.rows(rows))
+    with written(out) as flat:
+        every = [*([leaf.contiguous() for leaf in leaves] for leaves in trees), flat]
+        for way, rows in _ways(drawn.numbers, *every).items():
+            *given, into = ([leaves[i] for i in rows] for leaves in every)
+            getattr(way, operation)(*given, out=into, drawn=drawn.rows(rows))
+
+
+@contextmanager
+def written(out: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Contiguous leaves to write into; what others than ``out`` received is copied there at the end."""
+    flat = [to if to.is_contiguous() else torch.empty_like(to, memory_format=torch.contiguous_format) for to in out]
+    yield flat
+    for to, made in zip(out, flat, strict=True):
+        if to is not made:
+            to.copy_(made)
 
 
 def _ways(numbers: Numbers, *trees: list[Tensor]) -> dict[ModuleType, list[int]]:
@@ -240,7 +252,7 @@ def reweight_and_clip(
 
     Args: starts: by leaf, its first coordinate in the whole one (default: 0); max_norm: None only measures; donate:
         may write into grads, bit-identical.
-    Returns: (leaves by path, 0-d float32 norm); nothing waits for the device.
+    Returns: (leaves by path, of the strides of grads, 0-d float32 norm); nothing waits for the device.
     """
     assert not transformed(), "derivatives would be lost"
     raw = {path: g if g.is_contiguous() else g.contiguous() for path, g in grads.items()}
@@ -253,7 +265,8 @@ def reweight_and_clip(
     starts = starts or [0] * len(sources)
     if by_kernel(sources, targets):
         drawn = None if numbers is None else Drawn(numbers, list(masked), list(starts))
-        return out, _by_kernels(sources, targets, drawn, max_norm)
+        norm = _by_kernels(sources, targets, drawn, max_norm)
+        return _laid(out, grads), norm
     if numbers is not None:
         given = list(masked), list(starts)
         reweight_into(sources, targets, numbers.streams, numbers.scale, numbers.cutoff, *given)
@@ -261,7 +274,12 @@ def reweight_and_clip(
     norm = tree.global_norm(sources)
     if max_norm is not None:
         _scale(sources, targets, clip_factor(norm, max_norm))
-    return out, norm.float()
+    return _laid(out, grads), norm.float()
+
+
+def _laid(made: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Results with the strides of other leaves."""
+    return {p: g if g.stride() == like[p].stride() else torch.empty_like(like[p]).copy_(g) for p, g in made.items()}
 
 
 def _scale(sources: list[Tensor], targets: list[Tensor], factor: Tensor) -> None:

@@ -86,7 +86,18 @@ def _by_pieces(
             nothing = torch.empty(0, dtype=dtypes[index], device=leaves[index].device)
             parts.append(fn(index, slice(0, 0), nothing, nothing))
     whole = [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in made]
-    return [flat.reshape(leaf.shape) for flat, leaf in zip(whole, leaves, strict=True)]
+    return [_laid(flat, leaf) for flat, leaf in zip(whole, leaves, strict=True)]
+
+
+def _laid(flat: Tensor, like: Tensor) -> Tensor:
+    """Coordinates as a leaf of the shape and strides of another one, by functions alone, which vmap batches."""
+    if like.is_contiguous():
+        return flat.reshape(like.shape)
+    order: list[int] = []  # by descending strides; torch.compile cannot sort by numbers that it does not know
+    for dim in range(like.ndim):
+        order.insert(len([other for other in order if like.stride(other) >= like.stride(dim)]), dim)
+    dense = flat.reshape(like.shape).permute(order).contiguous()
+    return dense.permute([order.index(dim) for dim in range(like.ndim)])
 
 
 def _fields(keys: Sequence[Tensor], windows: Sequence[tuple[int, int]]) -> list[Tensor]:

@@ -252,7 +252,7 @@ def simulate(
         starts: path -> index of the leaf's first coordinate in the full leaf, for shards.
 
     Returns:
-        tree of params' structure, shapes and dtypes; ``out`` if given.
+        tree of params' structure, shapes, dtypes and (of dense leaves) strides; ``out`` if given.
 
     Raises:
         ValueError: for trees that do not match (all problems listed, by path), and for factors of alpha of other paths.
@@ -299,7 +299,7 @@ def reweight(
         out: may be grads.
 
     Returns:
-        tree of grads' structure, shapes and dtypes; ``out`` if given.
+        tree of grads' structure, shapes, dtypes and (of dense leaves) strides; ``out`` if given.
 
     Raises:
         ValueError: for leaves that are not floating-point tensors.

@@ -9,9 +9,19 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from smat_fn import merge, optim, random
+from smat_fn import execution, merge, optim, random
 from smat_fn.mat import smat
-from smat_fn.simulation import NOISES, draw, materialise, naive, participation, reweight, simulate
+from smat_fn.simulation import (
+    NOISES,
+    Draw,
+    draw,
+    materialise,
+    naive,
+    participation,
+    reweight,
+    reweight_and_clip,
+    simulate,
+)
 from smat_fn.simulation import state as state_module
 from smat_fn.testing import assert_trees_equal, random_tree
 
@@ -183,6 +193,66 @@ def test_strided_leaves_are_read_in_their_logical_order():
     assert not turned["w"].is_contiguous()
     assert_trees_equal(simulate(turned, theta_0, drawn), simulate(theta, theta_0, drawn))
     assert_trees_equal(reweight(turned, drawn), reweight(theta, drawn))
+
+
+HALVED = draw(random.key(1), **OFF)._replace(scale=torch.tensor(0.5))
+LAID = {
+    "simulate": lambda tree: simulate(tree, {path: torch.zeros(leaf.shape) for path, leaf in tree.items()}, HALVED),
+    "reweight": lambda tree: reweight(tree, HALVED),
+    "clip": lambda tree: reweight_and_clip(tree, HALVED, max_norm=1e9)[0],
+    "norm": lambda tree: reweight_and_clip(tree, HALVED)[0],
+}
+
+
+def as_halves(tree):
+    """Assert that results are half of a tree, with the strides that products of its leaves have."""
+    for name, fn in LAID.items():
+        for path, leaf in fn(tree).items():
+            assert leaf.stride() == (half := tree[path] * 0.5).stride(), (name, path)
+            assert leaf.is_meta or torch.equal(leaf, half), (name, path)
+    for shown, value in zip((participation(HALVED, tree), *materialise(HALVED, tree)), (0.5, 1, 0), strict=True):
+        for path, leaf in shown.items():
+            assert leaf.stride() == tree[path].stride(), path
+            assert leaf.is_meta or (leaf == value).all(), path
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_results_have_the_strides_of_their_leaves(dtype):
+    theta = random_tree(0, {"turned": (6, 4), "channels": (2, 3, 4, 5), "whole": (3, 4)}, dtype=dtype)
+    theta = theta | {"turned": theta["turned"].t(), "channels": theta["channels"].permute(0, 3, 1, 2)}
+    as_halves(theta)
+    with execution.off():
+        as_halves(theta)
+    as_halves({path: leaf.detach().requires_grad_() for path, leaf in theta.items()})
+    for fn in LAID.values():
+        sparse = fn({"columns": torch.ones(8, 8, dtype=dtype)[:, ::2]})["columns"]
+        assert sparse.is_contiguous()
+        assert (sparse == 0.5).all()
+
+
+def test_results_without_values_and_of_compiled_code_have_the_strides_of_their_leaves():
+    turned = {"turned": torch.arange(24.0).view(6, 4).t()}
+    meta = {path: leaf.to("meta") for path, leaf in turned.items()}
+    drawn = Draw(*(field.to("meta") for field in HALVED[:-1]))
+    assert reweight(meta, drawn)["turned"].stride() == (1, 4)
+    for options in ({}, {"dynamic": True}):
+        torch._dynamo.reset()
+        shown = torch.compile(partial(participation, HALVED), backend="aot_eager", **options)
+        assert shown(turned)["turned"].stride() == (1, 4)
+        tracked = {path: leaf.clone().requires_grad_() for path, leaf in turned.items()}
+        halved = torch.compile(LAID["reweight"], backend="aot_eager", **options)(tracked)["turned"]
+        assert halved.stride() == (1, 4)
+        assert torch.equal(halved, turned["turned"] / 2)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_fused_optimizer_of_torch_reads_a_strided_gradient_that_was_reweighted(fused):
+    p = torch.nn.Parameter(torch.zeros(4, 4).t())
+    p.grad = torch.empty_like(p).copy_(torch.arange(16.0).view(4, 4) - 7.5)
+    p.grad, signs = reweight({"p": p.grad}, HALVED)["p"], p.grad.sign()
+    torch.optim.Adam([p], lr=0.25, fused=fused).step()
+    torch.testing.assert_close(p.detach(), -0.25 * signs)  # the first step of Adam is lr in each coordinate
 
 
 class Layer(NamedTuple):
