@@ -15,7 +15,8 @@ from ..parallel.shards import local
 from . import checks
 from .methods import instead
 
-_METRICS = "_metrics", "_stored_metrics"  # of TRL's trainers: lists of numbers by name
+# lists of numbers by name of TRL's trainers, and sums of losses by name of sentence-transformers'
+_METRICS = "_metrics", "_stored_metrics", "accum_loss_components"
 _NUMBERS = bool, int, float
 _FEW = 4096  # values of a tensor that a trainer may count in, as an average of losses; logits would stay for a step
 # generators that a trainer may have of its own, and how their state is read and set
@@ -109,7 +110,7 @@ class Passes:
         kept = *_NUMBERS, Tensor, type(None)
         before = {name: v for name, v in vars(trainer).items() if type(v) in kept or name in _METRICS}
         self._calls = []
-        vars(trainer).update({name: copy.deepcopy(before[name]) for name in _METRICS if name in before})
+        vars(trainer).update({name: _copied(before[name]) for name in _METRICS if name in before})
         try:
             for call in calls:
 
@@ -174,7 +175,7 @@ def _is_small(value: Any) -> bool:
 
 
 def _copied(batch: Any) -> Any:
-    """A copy of a batch and of the tensors in it."""
+    """A copy of a batch, or of metrics, and of the tensors in it."""
     if isinstance(batch, Tensor):
         return batch.clone()
     if type(batch) in (list, tuple):

@@ -229,6 +229,37 @@ def test_a_batch_is_prepared_once_and_counters_and_metrics_are_those_of_the_firs
         assert len(logged[0]) == count
 
 
+class Components(transformers.Trainer):
+    """Sums the parts of its loss by name, counts them in place, and logs their means, as sentence-transformers does."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.accum_loss_components = {"train": {}, "eval": {}}
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = model(**inputs).loss
+        own = self.accum_loss_components["train" if model.training else "eval"]
+        own["half"] = own.get("half", 0) + loss / 2  # older versions keep the graph
+        own.setdefault("steps", torch.tensor(0)).add_(1)
+        return loss
+
+    def log(self, logs, *args, **options):
+        own = self.accum_loss_components["train"]
+        if "loss" in logs:
+            logs = {**logs, "half": own["half"].item() / own["steps"].item()}
+            self.accum_loss_components["train"] = {}
+        super().log(logs, *args, **options)
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_parts_of_a_loss_that_are_logged_are_those_of_the_first_pass(micro, tmp_path):
+    trainer, _ = train(tmp_path, kind=Components, batch=4 // micro, gradient_accumulation_steps=micro)
+    logged = [(line["loss"], 2 * line["half"]) for line in trainer.state.log_history if "loss" in line]
+    assert len(logged) == STEPS
+    for loss, both in logged:
+        assert both == pytest.approx(loss, rel=1e-6)
+
+
 def test_batches_are_prepared_at_theta_and_the_logged_loss_is_that_at_theta(tmp_path):
     Online.last = []
     trainer, weights = train(tmp_path, kind=Online, max_steps=3)
