@@ -25,11 +25,22 @@ class Smat(lightning.Callback):
         self.base, self.states, self.step, self.drawn, self.block = None, None, -1, None, ExitStack()
 
     def setup(self, trainer, module, stage):
+        if stage == "fit" and not module.automatic_optimization:  # without it alone Lightning takes several optimizers
+            raise ValueError(
+                "Smat needs automatic_optimization: its steps are those of trainer.global_step. With an optimization "
+                "of your own use SimulatedWeights in training_step, docs/own_loop.md"
+            )
         if stage == "fit" and self.base is None:  # theta_0 is a copy, before a checkpoint is loaded
             self.base = {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
 
     def on_fit_start(self, trainer, module):  # on its device now
-        base = {name: self.base[name].to(p.device) for name, p in module.named_parameters() if p.requires_grad}
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        if late := [name for name in trained if name not in self.base]:
+            raise ValueError(
+                f"{len(late)} parameters ({late[0]}, ...) were made or unfrozen after setup, which copies theta_0: "
+                "make them in the module's __init__, not in configure_model, or set `base` of Smat to theta_0 by name"
+            )
+        base = {name: self.base[name].to(p.device) for name, p in trained.items()}
         self.states = SimulatedWeights.of(module, base=base)
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):

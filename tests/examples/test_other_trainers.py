@@ -145,6 +145,10 @@ def test_the_trainer_for_llama_factory_attaches_itself(stand_in, tiny, tmp_path)
     assert simulated(made[0]) == [0, 0, 0, 1]
 
 
+class Module(torch.nn.Module):
+    automatic_optimization = True
+
+
 class Fit:
     """The hooks of Lightning 2.6.6 in automatic optimization, in its order."""
 
@@ -154,6 +158,7 @@ class Fit:
 
     def fit(self, module, loader):
         self.callback.setup(self, module, "fit")
+        getattr(module, "configure_model", lambda: None)()
         self.callback.on_fit_start(self, module)
         optimizer = module.configure_optimizers()
         for place, batch in enumerate(loader):
@@ -171,9 +176,13 @@ class Fit:
             self.callback.on_train_batch_end(self, module, None, batch, place)
 
 
+def lightning_example(stand_in):
+    stand_in("lightning", Callback=object, LightningModule=Module, Trainer=Fit)
+    return runpy.run_path(str(FOLDER / "lightning_callback.py"))
+
+
 def test_the_callback_of_lightning_takes_the_steps_of_smat(stand_in, capsys):
-    stand_in("lightning", Callback=object, LightningModule=torch.nn.Module, Trainer=Fit)
-    example = runpy.run_path(str(FOLDER / "lightning_callback.py"))
+    example = lightning_example(stand_in)
     options = {"steps": 8, "batch": 3, "accumulate": 2, "period": 4}
     found = example["main"](**options)
     assert capsys.readouterr().out == "8 steps\n"
@@ -183,8 +192,7 @@ def test_the_callback_of_lightning_takes_the_steps_of_smat(stand_in, capsys):
 
 
 def test_the_callback_of_lightning_puts_theta_back_after_an_exception(stand_in):
-    stand_in("lightning", Callback=object, LightningModule=torch.nn.Module, Trainer=Fit)
-    example = runpy.run_path(str(FOLDER / "lightning_callback.py"))
+    example = lightning_example(stand_in)
     model, trainer = example["Model"](), SimpleNamespace(global_step=3)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     callback = example["Smat"](key(0), Schedule(**SETTINGS, period=4))
@@ -197,8 +205,7 @@ def test_the_callback_of_lightning_puts_theta_back_after_an_exception(stand_in):
 
 
 def test_the_callback_of_lightning_leaves_out_batches_without_a_loss(stand_in):
-    stand_in("lightning", Callback=object, LightningModule=torch.nn.Module, Trainer=Fit)
-    example = runpy.run_path(str(FOLDER / "lightning_callback.py"))
+    example = lightning_example(stand_in)
 
     class Skips(example["Model"]):
         def training_step(self, ids, batch_idx):
@@ -209,3 +216,27 @@ def test_the_callback_of_lightning_leaves_out_batches_without_a_loss(stand_in):
         steps=8, batch=3, accumulate=2, period=4
     )  # batches 6 and 7 are those of the first simulated
     assert all(p.isfinite().all() for p in found.values())
+
+
+def test_the_callback_of_lightning_refuses_what_it_cannot_train(stand_in):
+    example = lightning_example(stand_in)
+    model = example["Model"]
+
+    class Manual(model):
+        automatic_optimization = False
+
+    class Late(model):
+        def __init__(self):
+            super().__init__()
+            self.whole, self.model = [self.model], None
+
+        def configure_model(self):
+            (self.model,) = self.whole
+
+    for kind, said in (
+        (Manual, "^Smat needs automatic_optimization: its steps are those of trainer.global_step"),
+        (Late, r"^21 parameters \(model.model.embed_tokens.weight, ...\) were made or unfrozen after setup"),
+    ):
+        example["main"].__globals__["Model"] = kind
+        with pytest.raises(ValueError, match=said):
+            example["main"]()
