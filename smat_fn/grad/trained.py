@@ -10,12 +10,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import errors, tree
 
+_WITHIN = "_orig_mod", "_forward_module"  # what torch.compile and Lightning Fabric wrap
+
 
 def bare(module: nn.Module) -> nn.Module:
     """The module without wrappers that put a prefix before its parameters' names, on which draws depend."""
     while True:
-        if isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):  # of torch.compile
-            module = inner
+        if inner := [own for name in _WITHIN if isinstance(own := getattr(module, name, None), nn.Module)]:
+            module = inner[0]
         elif isinstance(module, nn.DataParallel | DistributedDataParallel):
             module = module.module
         else:

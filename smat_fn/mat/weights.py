@@ -105,7 +105,8 @@ class SimulatedWeights:
         """Of the trained parameters of a module, by their names in it.
 
         Args:
-            module: before it is wrapped, or wrapped by torch.compile, DataParallel or DistributedDataParallel.
+            module: before it is wrapped, or wrapped by torch.compile, DataParallel, DistributedDataParallel or Fabric
+                (of Lightning).
             base: theta_0 by name, which may hold more than the trained parameters; None: a copy of these as they are
                 now, so before a checkpoint of a run that is resumed is loaded.
             where: the masked set; None: `smat_fn.where.block_linear` of the module, unlike in the class and `simulate`.

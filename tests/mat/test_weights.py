@@ -62,10 +62,29 @@ def literal(module, schedule, *, steps=4):
     return seen
 
 
+class Fabricated(nn.Module):
+    """As what ``setup`` of Lightning Fabric returns: the module, perhaps wrapped by others, under another name."""
+
+    def __init__(self, module, wrap=lambda module: module):
+        super().__init__()
+        self._forward_module, self._original_module = wrap(module), module
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("_original_module"), name)
+
+    def forward(self, *args):
+        return self._forward_module(*args)
+
+
 WRAPPERS = {
     "bare": lambda module: module,
     "compiled": lambda module: torch.compile(module, backend="eager"),
     "parallel": nn.DataParallel,
+    "fabric": Fabricated,
+    "fabric of another wrapper": lambda module: Fabricated(module, nn.DataParallel),
 }
 
 
