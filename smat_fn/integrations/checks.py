@@ -312,8 +312,9 @@ def early_forward(trainer: Any) -> str:
     """The error for a forward pass whose loss would be taken at theta in a simulated step."""
     return (
         f"training_step of {type(trainer).__name__} runs the model with gradients before or without compute_loss, "
-        "where the weights are not simulated: take the whole loss in compute_loss, use torch.no_grad() where only "
-        "values are needed, or write the loop yourself, with smat_fn.mat.smat.build"
+        "where the weights are not simulated: compute all that the loss takes from the trained model in compute_loss "
+        "(before it, torch.no_grad() gives values at theta, without an error), or write the loop yourself, with "
+        "smat_fn.mat.smat.build"
     )
 
 
