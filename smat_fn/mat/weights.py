@@ -516,7 +516,8 @@ def _refuse_writes(changed: Sequence[str]) -> None:
     if changed:
         raise ValueError(
             f"parameters were written to while they held theta~ ({some_of(changed)}), or theta + e of a climb, and the "
-            "end of the block undoes it: update weights before or after, at theta"
+            "end of the block undoes it: update weights before or after, at theta (those that are moved and put back: "
+            "through p.data alone, not in place under torch.no_grad())"
         )
 
 

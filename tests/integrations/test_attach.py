@@ -366,12 +366,27 @@ class Adversarial(transformers.Trainer):
         backup = weight.data.clone()
         weight.data.add_(0.1 * weight.grad.sign())
         self.accelerator.backward(self.compute_loss(model, inputs))
-        weight.data = backup
+        self.put_back(weight, backup)
         return loss
 
+    def put_back(self, weight, backup):
+        weight.data = backup
 
-def test_weights_that_are_moved_aside_and_put_back_leave_theta_of_a_step_what_it_was(tmp_path):
-    trainer = own_trainer(tiny_llama(), tmp_path, kind=Adversarial, batch=2, accumulate=2, max_steps=1)
+
+class AdversarialByCopies(Adversarial):
+    def put_back(self, weight, backup):
+        weight.data.copy_(backup)
+
+
+class AdversarialInPlace(Adversarial):
+    @torch.no_grad()
+    def put_back(self, weight, backup):
+        weight.copy_(backup)
+
+
+@pytest.mark.parametrize("kind", [Adversarial, AdversarialByCopies])
+def test_weights_that_are_moved_aside_and_put_back_leave_theta_of_a_step_what_it_was(kind, tmp_path):
+    trainer = own_trainer(tiny_llama(), tmp_path, kind=kind, batch=2, accumulate=2, max_steps=1)
     trainer.at = []
     attach(trainer, key=KEY, **STRENGTHS | {"period": 1})
     trainer.train()
@@ -379,6 +394,14 @@ def test_weights_that_are_moved_aside_and_put_back_leave_theta_of_a_step_what_it
     assert torch.equal(again, theta)
     assert not torch.equal(first, theta)
     assert torch.equal(second, first)  # one theta~ for both micro-batches
+
+
+def test_weights_that_are_put_back_in_place_are_refused(tmp_path):
+    trainer = own_trainer(tiny_llama(), tmp_path, kind=AdversarialInPlace, max_steps=1)
+    trainer.at = []
+    attach(trainer, key=KEY, **STRENGTHS | {"period": 1})
+    with pytest.raises(ValueError, match=r"those that are moved and put back: through p.data alone, not in place"):
+        trainer.train()
 
 
 def test_a_complex_parameter_is_told_at_attach(tmp_path):
