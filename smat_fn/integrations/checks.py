@@ -164,7 +164,8 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 def model_problems(trainer: Any) -> list[str]:
     """Errors for what is not a trainer (a model, arguments), and for one without a model."""
     if not all(callable(getattr(trainer, name, None)) for name in ("training_step", "compute_loss", "add_callback")):
-        return [f"trainer is a {type(trainer).__name__}: give the transformers.Trainer (or TRL's) of the model"]
+        kind = f"{type(trainer).__module__}.{type(trainer).__qualname__}".removeprefix("builtins.")
+        return [f"trainer is a {kind}: give the transformers.Trainer (or TRL's) of the model"]
     model: Any = getattr(trainer, "model", None)
     if not isinstance(model, nn.Module):
         return [f"the trainer's model is {model!r}: attach needs a trainer with its model in place"]

@@ -131,11 +131,26 @@ def test_weights_that_are_loaded_after_attach_are_told_before_the_first_step(bas
     handle._begin()
 
 
-@pytest.mark.parametrize("what", [tiny_llama, lambda: transformers.TrainingArguments(use_cpu=True), dict, lambda: None])
-def test_what_is_not_a_trainer_is_named(what):
-    given = what()
-    with pytest.raises(ValueError, match=f"trainer is a {type(given).__name__}: give the transformers.Trainer"):
-        attach(given, key=KEY)
+class NoTrainer:
+    """As setfit's, which trains without one of transformers."""
+
+
+NoTrainer.__module__, NoTrainer.__qualname__ = "setfit.trainer", "Trainer"
+
+
+@pytest.mark.parametrize(
+    ("what", "kind"),
+    [
+        (tiny_llama, "transformers.models.llama.modeling_llama.LlamaForCausalLM"),
+        (lambda: transformers.TrainingArguments(use_cpu=True), "transformers.training_args.TrainingArguments"),
+        (NoTrainer, "setfit.trainer.Trainer"),
+        (dict, "dict"),
+        (lambda: None, "NoneType"),
+    ],
+)
+def test_what_is_not_a_trainer_is_named(what, kind):
+    with pytest.raises(ValueError, match=f"trainer is a {kind}: give the transformers.Trainer"):
+        attach(what(), key=KEY)
 
 
 @pytest.mark.parametrize(("period", "warned"), [(STEPS, False), (STEPS + 1, True)])
