@@ -430,7 +430,7 @@ class Attached:
         inside.enter_context(trained.still(self._norms if still else []))
 
     def _log(self, logs: dict[str, float], *args: Any, **options: Any) -> Any:
-        if self._active and self._steps and "loss" in logs:
+        if self._active and self._steps and "loss" in logs and not self._within:  # not what a training_step logs
             logs = {**logs, "smat/simulated": len(self._scales) / self._steps}
             if self._scales:
                 logs["smat/alpha"] = torch.stack(self._scales).mean().item()

@@ -848,6 +848,15 @@ def test_where_no_masked_parameter_is_trained_mask_is_refused_too(tmp_path):
         attach(own_trainer(module, tmp_path), key=KEY, **STRENGTHS)
 
 
+class LogsLosses(transformers.Trainer):
+    """Logs the loss of every micro-batch, under the name that the trainer's own log of their mean has."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        self.log({"loss": loss.item(), "aux": 1.0})
+        return loss
+
+
 def test_the_trainers_logs_say_what_was_simulated(tmp_path):
     trainer = trainer_of(tiny_llama(), tmp_path, max_steps=5)
     attach(trainer, key=KEY, **STRENGTHS | {"period": 2})
@@ -862,6 +871,11 @@ def test_the_trainers_logs_say_what_was_simulated(tmp_path):
     seldom.train()
     (line,) = [line for line in seldom.state.log_history if "loss" in line]
     assert (line["smat/simulated"], line["smat/alpha"]) == (0.5, pytest.approx(sum(drawn) / 2))
+    own = trainer_of(tiny_llama(), tmp_path, kind=LogsLosses, max_steps=5, logging_steps=4)
+    attach(own, key=KEY, **STRENGTHS | {"period": 2})
+    own.train()
+    *_, line = lines = [line for line in own.state.log_history if "smat/simulated" in line]
+    assert (len(lines), "aux" in line, line["smat/simulated"]) == (1, False, 0.5)
     plain = trainer_of(tiny_llama(), tmp_path)
     attach(plain, key=KEY).detach()
     plain.train()
