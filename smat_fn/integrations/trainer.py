@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -28,7 +29,7 @@ from ..simulation.state import unknown_factors
 from ..tree import predicate
 from ..types import Noise, Params, Predicate, Where
 from ..where import block_linear, mask_problems
-from . import checks, methods
+from . import checks, methods, theta_0
 from .passes import Passes
 
 _LOG = logging.getLogger(__name__)
@@ -36,7 +37,9 @@ _HANDLE = "_smat_attached"  # the trainer's attribute that holds the handle
 _RECORD = "smat_fn"  # the name of its settings in a checkpoint's trainer_state.json
 _ORIGINS: Any = WeakIdKeyDictionary()  # of parameters that began to train: the samples of their theta_0
 _SEEN = 8  # parameters at which a training_step is looked at
-_METHODS = "training_step", "compute_loss", "log", "call_model_init", "create_scheduler"
+_METHODS = (
+    "training_step", "compute_loss", "log", "call_model_init", "create_scheduler", "_load_optimizer_and_scheduler",
+)  # fmt: skip
 # methods of the trainer and of its accelerator, ...
 _AT_THETA = "evaluate", "predict", "evaluation_loop", "prediction_loop", "save_model", "save_state"
 _AT_THETA_OF_MODULES = "generate", "save_pretrained"  # ... and of modules
@@ -70,6 +73,7 @@ class Attached:
         self._model: nn.Module | None = None  # ... this model
         self._waits = False  # whether the copy is made of shards, when accelerate has made them
         self._untrained = False  # whether no step has been trained since the copy
+        self._resumed: Path | None = None  # the checkpoint that was loaded last
         self._origin = dict[str, bytes]()  # samples of theta_0, until a step is trained from it
         self._text = ""
         self._weights: SimulatedWeights | None = None  # while the trainer trains, and the parameters of then
@@ -105,7 +109,7 @@ class Attached:
             raise ValueError("detach inside an optimizer step: its gradient is half summed, detach between two steps")
         trainer, own = self._trainer, vars(self._trainer)
         for name, original in self._replaced.items():
-            if own.get(name) == getattr(self, f"_{name}"):  # else others wrap it: it passes through
+            if own.get(name) == self._ours(name):  # else others wrap it: it passes through
                 delattr(trainer, name)
                 if getattr(trainer, name) != original:  # not the class's
                     setattr(trainer, name, original)
@@ -117,6 +121,10 @@ class Attached:
         self._end()
         self._own, self._frozen, self._pinned, self._waits = {}, {}, None, False
 
+    def _ours(self, name: str) -> Any:
+        """The method in place of the trainer's."""
+        return getattr(self, f"_{name.lstrip('_')}")
+
     def _attach(self, origin: Mapping[str, Tensor]) -> None:
         trainer = self._trainer
         self._take(trainer.model, origin)
@@ -127,7 +135,7 @@ class Attached:
             earlier.detach()
             self._replaced = {name: getattr(trainer, name) for name in _METHODS}
         for name in _METHODS:
-            setattr(trainer, name, getattr(self, f"_{name}"))
+            setattr(trainer, name, self._ours(name))
         trainer.add_callback(self._callback)
         setattr(trainer, _HANDLE, self)
 
@@ -194,6 +202,8 @@ class Attached:
         leaves = self._check(model)
         if isinstance(self._pinned, storage.Unpinned) and any(p.is_cuda for p in leaves.values()):  # moved since attach
             self._hold(self._own, leaves)
+        if self._given is None and self._resumed is not None and _RECORD in self._trainer.state.stateful_callbacks:
+            self._recall(self._resumed, leaves)
         self._weights, origin = self._simulated(model, leaves)
         self._leaves, self._dtypes = leaves, [p.dtype for p in leaves.values()]
         self._origin = checks.samples_of(origin)
@@ -241,6 +251,20 @@ class Attached:
         """theta_0 is a copy of the shards that accelerate has made of a model."""
         self._own, self._waits = {path: p.detach().clone() for path, p in _leaves_of(model).items()}, False
 
+    def _recall(self, folder: Path, leaves: Mapping[str, Tensor]) -> None:
+        """theta_0 of small parameters is that of the run that was stopped, whose checkpoints hold it."""
+        if found := theta_0.differing(folder, self._own):
+            self._own |= found
+            if self._host:
+                self._hold(self._own, leaves)
+            told = errors.some_of(list(found))
+            _LOG.info("SMAT: theta_0 of %d parameters is that of the checkpoint: %s", len(found), told)
+
+    def _save(self, folder: Path) -> None:
+        """A checkpoint was written, in this process."""
+        if self._given is None and self._weights is not None and folder.is_dir():
+            theta_0.write(folder, {path: self._own[path] for path in self._leaves})
+
     def _remember(self, record: dict[str, Any]) -> None:
         """In the state that every checkpoint holds, for a run that resumes from it."""
         state = self._trainer.state
@@ -276,6 +300,11 @@ class Attached:
         if self._active and self._waits and sharded(_leaves_of(self._trainer.model)):
             self._copy(self._trainer.model)
         return self._replaced["create_scheduler"](*args, **options)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None, *args: Any, **options: Any) -> Any:
+        """The trainer resumes from a checkpoint."""
+        self._resumed = None if checkpoint is None else Path(checkpoint)
+        return self._replaced["_load_optimizer_and_scheduler"](checkpoint, *args, **options)
 
     def _training_step(self, *args: Any, **options: Any) -> Any:
         original = self._replaced["training_step"]
@@ -548,7 +577,7 @@ def _callback(handle: Attached) -> Any:
     from transformers import TrainerCallback
 
     class Watch(TrainerCallback):  # type: ignore[misc, unused-ignore]
-        """Begin and end of a training; no update without a step of ours."""
+        """Begin and end of a training, and its checkpoints; no update without a step of ours."""
 
         def __init__(self) -> None:
             self.handle = handle  # copied with the trainer, as a variable of this function would not be
@@ -562,6 +591,10 @@ def _callback(handle: Attached) -> Any:
         def on_step_end(self, *args: Any, **options: Any) -> None:
             self.handle._before_update()
             self.handle._complete = False
+
+        def on_save(self, args: Any, state: Any, *others: Any, **options: Any) -> None:
+            if args.should_save:
+                self.handle._save(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
         def on_train_end(self, *args: Any, **options: Any) -> None:
             self.handle._finish()

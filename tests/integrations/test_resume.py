@@ -2,18 +2,23 @@
 
 import json
 import logging
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from smat_fn import random
+from smat_fn.integrations import theta_0
 from smat_fn.integrations.trainer import attach
+from smat_fn.testing import assert_trees_equal
 
 from .test_attach import copies, own_trainer, same
 from .test_trainer import KEY, STEPS, STRENGTHS, tiny_llama, trainer_of
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
+FILE = "smat_theta_0.safetensors"
 OFTEN = {"save_strategy": "steps", "save_steps": 2}
 
 
@@ -27,10 +32,16 @@ def whole(tmp_path_factory):
     return folder, copies(trainer.model)
 
 
-def resume(folder, out, module=None, **changed):
+def copied(folder, out):
+    """A copy of the checkpoint from which `resume` begins, to be changed."""
+    shutil.copytree(folder / "checkpoint-2", out / "copied" / "checkpoint-2")
+    return out / "copied"
+
+
+def resume(folder, out, module=None, *, checkpoint="checkpoint-2", **changed):
     trainer = own_trainer(tiny_llama() if module is None else module, out)
     attach(trainer, **{"key": KEY, **STRENGTHS, **changed})
-    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    trainer.train(resume_from_checkpoint=str(folder / checkpoint))
     return trainer.model
 
 
@@ -60,23 +71,73 @@ def test_a_resumed_run_has_the_theta_0_of_the_one_that_was_stopped(whole, tmp_pa
     def later():
         return transformers.AutoModelForCausalLM.from_pretrained(folder / "checkpoint-2")
 
+    for base in (None, "host", copies(tiny_llama())):
+        assert same(resume(folder, tmp_path, later(), base=base), weights)
     with pytest.raises(ValueError, match=r"hash of theta_0 was .*build the model as before.*or give base="):
-        resume(folder, tmp_path, later())
-    assert same(resume(folder, tmp_path, later(), base=copies(tiny_llama())), weights)
+        resume(folder, tmp_path, base=copies(later()))  # stays what is given
+    other = copied(folder, tmp_path)
+    (other / "checkpoint-2" / FILE).unlink()  # as of an older version
+    with pytest.raises(ValueError, match=r"hash of theta_0 was .*build the model as before.*or give base="):
+        resume(other, tmp_path, later())
     wide = {name: leaf.double() for name, leaf in copies(tiny_llama()).items()}
     resume(folder, tmp_path, base=wide)  # the same values in another dtype
 
 
+def redrawn():
+    """A model whose head and norm are others than at the start of the run, as without a seed."""
+    module = tiny_llama()
+    with torch.no_grad():
+        module.lm_head.weight.normal_(generator=torch.Generator().manual_seed(1))
+        module.model.norm.weight.mul_(2)
+    return module
+
+
+@pytest.mark.parametrize("base", [None, "host"])
+def test_a_head_that_is_made_at_random_resumes_with_its_theta_0_of_the_run_that_was_stopped(
+    base, whole, tmp_path, caplog
+):
+    folder, weights = whole
+    caplog.set_level(logging.INFO, logger="smat_fn")
+    trainer = own_trainer(redrawn(), tmp_path, **OFTEN)
+    handle = attach(trainer, key=KEY, base=base, **STRENGTHS)
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert same(trainer.model, weights)
+    assert_trees_equal(handle._own, copies(tiny_llama()))
+    assert "theta_0 of 2 parameters is that of the checkpoint: model.embed_tokens.weight, model.norm.w" in caplog.text
+    files = [(place / "checkpoint-4" / FILE).read_bytes() for place in (folder, tmp_path)]
+    assert files[0] == files[1]
+    caplog.clear()
+    resume(tmp_path, tmp_path / "again", base=base, checkpoint="checkpoint-4")
+    assert "is that of the checkpoint" not in caplog.text
+
+
+def test_checkpoints_hold_theta_0_of_small_parameters_alone_and_none_that_is_given(tmp_path, monkeypatch):
+    monkeypatch.setattr(theta_0, "_LARGEST", 16)
+    trainer = own_trainer(tiny_llama(), tmp_path, **OFTEN)
+    attach(trainer, key=KEY, **STRENGTHS)
+    trainer.train()
+    own = {name: leaf for name, leaf in copies(tiny_llama()).items() if leaf.numel() <= 16}
+    assert_trees_equal(load_file(tmp_path / "checkpoint-2" / FILE), dict(sorted(own.items())))
+    with pytest.raises(ValueError, match=r"call transformers.set_seed before adapters or heads are made"):
+        resume(tmp_path, tmp_path / "again", redrawn())  # its head is too large
+    trainer = own_trainer(tiny_llama(), tmp_path / "given", **OFTEN)
+    attach(trainer, key=KEY, base=copies(tiny_llama()), **STRENGTHS)
+    trainer.train()
+    assert (tmp_path / "given" / "checkpoint-2").is_dir()
+    assert not (tmp_path / "given" / "checkpoint-2" / FILE).exists()
+
+
 def test_a_checkpoint_without_a_record_is_accepted(whole, tmp_path):
-    folder, _ = whole
-    (tmp_path / "checkpoint-2").mkdir()
-    for file in (folder / "checkpoint-2").iterdir():
-        (tmp_path / "checkpoint-2" / file.name).write_bytes(file.read_bytes())
-    path = tmp_path / "checkpoint-2" / "trainer_state.json"
+    folder = copied(whole[0], tmp_path)
+    path = folder / "checkpoint-2" / "trainer_state.json"
     state = json.loads(path.read_text())
     assert state["stateful_callbacks"].pop("smat_fn")["sigma"] == 0.02
     path.write_text(json.dumps(state))
-    assert same(resume(tmp_path, tmp_path, period=100, key=random.key(9)), copies(by_plain(folder, tmp_path)))
+    assert same(resume(folder, tmp_path, period=100, key=random.key(9)), copies(by_plain(folder, tmp_path)))
+    trainer, other = own_trainer(redrawn(), tmp_path, max_steps=3), copies(redrawn())
+    handle = attach(trainer, key=KEY, **STRENGTHS)
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert_trees_equal(handle._own, other)  # of the file in the checkpoint nothing is read
 
 
 def by_plain(folder, out):
