@@ -22,11 +22,12 @@ log = logging.getLogger(__name__)
 
 PICTURES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".avif", ".bmp", ".gif", ".ppm", ".tif", ".tiff")
 _BESIDE = (".txt", ".md", ".json", ".csv", ".xml", ".db", ".ini")  # files that may be beside images
+DECODING = 2  # of what a stored image gives: another number where `_decode` gives other values, or errors, than before
 _SHOWN = 10
 
 
 class Images:
-    """Encoded images, decoded when read: ``images[i]`` is uint8 (H, W, 3), upright by its EXIF orientation."""
+    """Encoded images, decoded when read: ``images[i]`` is uint8 (H, W, 3), upright by EXIF, transparency on white."""
 
     def __init__(self, read: Callable[[int], Any], indices: Sequence[int]) -> None:
         self.read, self.indices = read, indices  # read(i): bytes, or a mapping with "bytes" or "path"
@@ -159,7 +160,7 @@ def _broken(images: Images) -> list[int]:
         hashes = images.hashes
     except Exception:  # one that cannot be read
         return decoded()["broken"].tolist()
-    config = {"images": hash_of(b"".join(hashes)).hex(), **versions("pillow")}
+    config = {"images": hash_of(b"".join(hashes)).hex(), "decoding": DECODING, **versions("pillow")}
     return cached("decoded-images", config, decoded)["broken"].tolist()
 
 
@@ -197,4 +198,8 @@ def _decode(encoded: bytes) -> np.ndarray:
             raise ValueError(
                 f"it has more than 8 bits a value, mode {image.mode}: scale it to 8 bits and save it again"
             )
-        return np.array(ImageOps.exif_transpose(image).convert("RGB"))
+        upright = ImageOps.exif_transpose(image)
+        if "A" in upright.getbands() or upright.info.get("transparency") is not None:  # as processors of transformers
+            white = Image.new("RGBA", upright.size, "white")
+            upright = Image.alpha_composite(white, upright.convert("RGBA"))
+        return np.array(upright.convert("RGB"))

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..checkpoint import fingerprint
 from ..progress import bar
 from .cache import HELD, cached, versions
-from .images import Images, hash_of
+from .images import DECODING, Images, hash_of
 
 _TOGETHER = 16
 _ELEMENTWISE = ("do_rescale", "do_normalize", "include_top")  # the last of EfficientNet: it normalizes twice
@@ -92,9 +92,19 @@ def open_pixels(images: np.ndarray | Images, processor: Any, first: Tensor) -> P
     """
     if len(images) * first.numel() > HELD:
         return lambda places: prepare(images, processor, places.tolist())
-    config = {"images": content(images), "processor": processor.to_json_string(), **versions("transformers", "pillow")}
+    config = {
+        "images": content(images),
+        "processor": processor.to_json_string(),
+        **decoding(images),
+        **versions("transformers", "pillow"),
+    }
     kept = cached("pixels", config, lambda: {"pixels": prepare(images, processor)})["pixels"]
     return lambda places: kept[places]
+
+
+def decoding(images: np.ndarray | Images) -> dict[str, int]:
+    """Of encoded images, for keys of what is made of them."""
+    return {} if isinstance(images, np.ndarray) else {"decoding": DECODING}
 
 
 def each(images: np.ndarray | Images) -> list[bytes]:

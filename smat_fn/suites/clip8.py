@@ -203,8 +203,10 @@ class Clip8(EncoderSuite):
 
     @remembered
     def content(self, task: str, split: str) -> str:
+        images = self._rows[task, split].images
         facts = {
-            "images": pixels.content(self._rows[task, split].images),
+            "images": pixels.content(images),
+            **pixels.decoding(images),
             "labels": self._labels(task, split).tolist(),
             "head": fingerprint({"head": self._heads[task], "table": self._table}),
             "processor": self._processor.to_json_string(),

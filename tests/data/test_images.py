@@ -76,6 +76,9 @@ def test_images_are_decoded_to_check_them_once_whatever_the_command(tmp_path, mo
     before = len(decoded)
     load_rows(tmp_path, "t", "train")
     assert len(decoded) == before
+    monkeypatch.setattr(images, "DECODING", -1)
+    load_rows(tmp_path, "t", "train")
+    assert len(decoded) == before + 3
 
 
 def test_an_image_as_it_is_stored(tmp_path):

@@ -45,6 +45,34 @@ def test_prepared_and_looked_up_values_are_the_processors_own(changes):
     assert torch.equal(pixels.look_up(pixels.value_table(own), ready), expected.float())
 
 
+TRANSPARENT = {  # name: (mode, options of saving)
+    "rgba.png": ("RGBA", {}),
+    "la.png": ("LA", {}),
+    "palette.png": ("P", {"transparency": 3}),
+    "palette_alpha.png": ("P", {"transparency": bytes(range(0, 250, 5))}),
+    "gray.png": ("L", {"transparency": 0}),
+    "rgb.png": ("RGB", {"transparency": (0, 0, 0)}),
+    "rgba.webp": ("RGBA", {"lossless": True}),
+    "palette.gif": ("P", {"transparency": 3}),
+    "rgba.tiff": ("RGBA", {}),
+}
+
+
+@pytest.mark.parametrize("name", TRANSPARENT)
+def test_transparent_images_are_on_white_as_the_processor_puts_them(name):
+    from PIL import Image
+
+    mode, options = TRANSPARENT[name]
+    values = np.random.default_rng(0).integers(0, 256, (9, 14, 4), dtype=np.uint8)
+    values[:3] = 0  # black that nobody sees
+    whole, out = Image.fromarray(values), io.BytesIO()
+    (whole.convert("RGB").quantize(64) if mode == "P" else whole.convert(mode)).save(out, name.split(".")[1], **options)
+    own, stored = processor(), Images(lambda i: out.getvalue(), range(1))
+    expected = own(Image.open(out), return_tensors="pt")["pixel_values"]
+    assert torch.equal(pixels.look_up(pixels.value_table(own), pixels.prepare(stored, own)), expected.float())
+    assert (stored[0] == 255).all(-1).any()
+
+
 @pytest.mark.parametrize("changes", [{}, {"include_top": False}, {"rescale_offset": True, "rescale_factor": 1 / 127.5}])
 def test_a_processor_that_normalizes_twice_is_followed(changes):
     from transformers import EfficientNetImageProcessorPil
@@ -90,6 +118,15 @@ def test_access_is_by_place_and_through_the_cache(monkeypatch, tmp_path):
     pixels.open_pixels(images + 1, own, first)
     pixels.open_pixels(images, processor(size={"shortest_edge": 8}), first)
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_pixels_of_another_decoding_are_not_taken(monkeypatch, tmp_path):
+    monkeypatch.setenv("SMAT_FN_CACHE", str(tmp_path))
+    stored, own = encoded(pictures()), processor()
+    for number in (1, 2, 2):
+        monkeypatch.setattr(pixels, "DECODING", number)
+        pixels.open_pixels(stored, own, pixels.prepare(stored, own, [0]))
+    assert len(list(tmp_path.glob("pixels-*"))) == 2
 
 
 def test_a_large_split_is_prepared_when_asked(monkeypatch, tmp_path):
