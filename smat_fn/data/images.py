@@ -194,7 +194,8 @@ def _decode(encoded: bytes) -> np.ndarray:
     from PIL import Image, ImageOps
 
     with Image.open(io.BytesIO(encoded)) as image:
-        if image.mode.startswith(("I", "F")):  # Pillow would cut values off at 255: all white, or all black
+        # Pillow would cut values of I and F off at 255, and keep the upper 8 of 16 bits a colour: all white or black
+        if image.mode.startswith(("I", "F")) or any(";16" in str(tile.args) for tile in image.tile):
             raise ValueError(
                 f"it has more than 8 bits a value, mode {image.mode}: scale it to 8 bits and save it again"
             )

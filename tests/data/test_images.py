@@ -1,5 +1,8 @@
 """Folders of a class each as rows of images."""
 
+import struct
+import zlib
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -123,4 +126,18 @@ def test_values_that_do_not_fit_8_bits_are_not_cut_off(tmp_path, dtype):
     folder.mkdir(parents=True)
     Image.fromarray(np.arange(20, dtype=dtype).reshape(4, 5)).save(folder / "1.tiff")
     with pytest.raises(ValueError, match=r"1\.tiff does not decode \(it has more than 8 bits a value, mode [IF]"):
+        load_rows(tmp_path, "t", "train")
+
+
+@pytest.mark.parametrize(("kind", "values"), [(0, 1), (2, 3), (4, 2), (6, 4)])  # of PNG: gray, colour, each with alpha
+def test_16_bits_a_colour_are_not_cut_off(tmp_path, kind, values):
+    def chunk(name, data):
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    file, lines = tmp_path / "t/train/a/1.png", (b"\0" + bytes(range(5 * values * 2))) * 4
+    file.parent.mkdir(parents=True)
+    header = struct.pack(">IIBBBBB", 5, 4, 16, kind, 0, 0, 0)
+    parts = (chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(lines)), chunk(b"IEND", b""))
+    file.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
+    with pytest.raises(ValueError, match=r"1\.png does not decode \(it has more than 8 bits a value, mode [IR]"):
         load_rows(tmp_path, "t", "train")
