@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..errors import complain, name_rows
+from ..errors import complain, name_rows, some_of
 from .cache import cached, versions
 
 log = logging.getLogger(__name__)
@@ -95,24 +95,19 @@ def npz_rows(file: Path, names: Mapping[str, str]) -> ImageRows:
 def class_folders(home: Path, split: str, splits: Collection[str]) -> ImageRows:
     """The rows of ``home/<split>/<class>/<image files>``, class by class in turn, so that the first rows are of all.
 
-    The classes are the folders of all splits of ``home`` together, by name; hidden ones are left out.
+    The classes are the folders of all splits of ``home`` together, by name; hidden ones are left out, and those without
+    images in any split.
 
     Args: splits: names of splits, among which folders of ``home`` are looked up.
     Raises: ValueError as `image_rows`, and for classes that differ only by case, spaces, hyphens, underscores or the
         coding of characters.
     """
-    names = sorted({f.name for part in home.iterdir() if part.name in splits for f in _visible(part) if f.is_dir()})
-    alike: dict[str, list[str]] = {}
-    for name in names:
-        plain = unicodedata.normalize("NFKC", name)  # macOS may take letters and their accents apart
-        alike.setdefault(" ".join(re.split(r"[\s_-]+", plain)).casefold(), []).append(name)
-    twice = [f"the folders {own} name one class in {len(own)} ways" for own in alike.values() if len(own) > 1]
-    complain(home, [f"{'; '.join(twice)}: name them alike in all splits"] if twice else [])
+    names = _class_names(home, split, splits)
     found, others = [], [file for file in _visible(home / split) if not file.is_dir()]
     for label, name in enumerate(names):
         inside = sorted(_visible(home / split / name))
-        files = [file for file in inside if file.suffix.lower() in PICTURES]
-        others += [file for file in inside if file.suffix.lower() not in PICTURES]
+        files = [file for file in inside if _is_picture(file)]
+        others += [file for file in inside if not _is_picture(file)]
         found += [(place, label, file) for place, file in enumerate(files)]
     found.sort()
     if not found:
@@ -124,6 +119,24 @@ def class_folders(home: Path, split: str, splits: Collection[str]) -> ImageRows:
     paths = [file for _, _, file in found]
     images = Images(lambda i: {"path": paths[i]}, range(len(paths)))
     return image_rows(str(home / split), images, [label for _, label, _ in found], tuple(names))
+
+
+def _class_names(home: Path, split: str, splits: Collection[str]) -> list[str]:
+    """The names of `class_folders`, with a line in the log on folders of ``split`` that are no classes."""
+    found: dict[str, bool] = {}
+    for folder in (f for part in home.iterdir() if part.name in splits for f in _visible(part) if f.is_dir()):
+        found[folder.name] = found.get(folder.name, False) or any(map(_is_picture, _visible(folder)))
+    names = sorted(name for name, images in found.items() if images)
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        plain = unicodedata.normalize("NFKC", name)  # macOS may take letters and their accents apart
+        alike.setdefault(" ".join(re.split(r"[\s_-]+", plain.strip())).casefold(), []).append(name)
+    twice = [f"the folders {own} name one class in {len(own)} ways" for own in alike.values() if len(own) > 1]
+    complain(home, [f"{'; '.join(twice)}: name them alike in all splits"] if twice else [])
+    if empty := sorted(name for name, images in found.items() if not images and (home / split / name).is_dir()):
+        kinds = f"images are files {', '.join(PICTURES)}"
+        log.warning(f"{home}: folders of {split} without images in any split are no classes, {some_of(empty)}: {kinds}")
+    return names
 
 
 def image_rows(
@@ -180,6 +193,10 @@ def _fault(images: Images, place: int) -> str:
 
 def _visible(folder: Path) -> list[Path]:
     return [child for child in folder.iterdir() if not child.name.startswith(".")] if folder.is_dir() else []
+
+
+def _is_picture(file: Path) -> bool:
+    return file.suffix.lower() in PICTURES
 
 
 def _encoded(cell: Any) -> bytes:

@@ -118,6 +118,23 @@ def test_folders_that_name_a_class_in_two_ways_are_told(tmp_path):
         write(tmp_path / "u" / place, 1)
     with pytest.raises(ValueError, match="name one class in 2 ways"):
         load_rows(tmp_path, "u", "train")
+    for place in ("train/a cat/1.png", "train/b/1.png", "test/a cat /1.png", "test/b/1.png"):
+        write(tmp_path / "v" / place, 1)
+    with pytest.raises(ValueError, match=r"v: the folders \['a cat', 'a cat '\] name one class in 2 ways"):
+        load_rows(tmp_path, "v", "train")
+
+
+def test_folders_without_images_are_no_classes(tmp_path, caplog):
+    for place in ("train/a/1.png", "train/b/1.png", "test/a/1.png", "test/c/1.png"):
+        write(tmp_path / "t" / place, 1)
+    for place in ("train/c", "train/empty", "train/__MACOSX/a", "test/B"):
+        (tmp_path / "t" / place).mkdir(parents=True)
+    (tmp_path / "t/train/__MACOSX/a/._1.png").touch()
+    assert load_rows(tmp_path, "t", "train").class_names == ("a", "b", "c")
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "t: folders of train without images in any split are no classes, __MACOSX, empty: images are files" in line
+    write(tmp_path / "t/test/empty/1.png", 1)
+    assert load_rows(tmp_path, "t", "train").class_names == ("a", "b", "c", "empty")
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.float32])
