@@ -122,7 +122,7 @@ def class_folders(home: Path, split: str, splits: Collection[str]) -> ImageRows:
 
 
 def _class_names(home: Path, split: str, splits: Collection[str]) -> list[str]:
-    """The names of `class_folders`, with a line in the log on folders of ``split`` that are no classes."""
+    """The names of `class_folders`, with a line in the log on folders of ``split`` that do not count."""
     found: dict[str, bool] = {}
     for folder in (f for part in home.iterdir() if part.name in splits for f in _visible(part) if f.is_dir()):
         found[folder.name] = found.get(folder.name, False) or any(map(_is_picture, _visible(folder)))
@@ -135,7 +135,9 @@ def _class_names(home: Path, split: str, splits: Collection[str]) -> list[str]:
     complain(home, [f"{'; '.join(twice)}: name them alike in all splits"] if twice else [])
     if empty := sorted(name for name, images in found.items() if not images and (home / split / name).is_dir()):
         kinds = f"images are files {', '.join(PICTURES)}"
-        log.warning(f"{home}: folders of {split} without images in any split are no classes, {some_of(empty)}: {kinds}")
+        log.warning(
+            f"{home}: folders of {split} without images in any split do not count as classes, {some_of(empty)}: {kinds}"
+        )
     return names
 
 

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import collected, complain, name_rows, raise_problems
+from ..errors import collected, complain, name_rows, raise_problems, some_of
+from . import strays
 from .rows import SPELLINGS, TABLES, TextRows, is_saved, read_dataset, read_hub, read_objects
 from .splits import normalised, with_made
 
@@ -175,10 +176,11 @@ def place_of(source: str) -> str:
 
 def _folder(source: str, labels: Sequence[str]) -> tuple[_Raw, list[str] | None]:
     home = Path(source).expanduser()
-    raw, problems, typed = {}, list[str](), {}
+    raw, problems, typed, read, missing = {}, list[str](), {}, list[str](), list[str]()
     for split, spellings in SPLITS.items():
         files = [file for name in spellings for suffix in TABLES if (file := home / f"{name}{suffix}").is_file()]
         files += [saved for name in spellings if is_saved(saved := home / name)]
+        read += [file.name for file in files]
         if len(files) > 1:
             problems.append(f"{home} has {' and '.join(file.name for file in files)}: keep one of them")
         elif files:
@@ -187,6 +189,8 @@ def _folder(source: str, labels: Sequence[str]) -> tuple[_Raw, list[str] | None]
                 data = read_dataset(file)
                 raw[split] = read_objects(file) if data is None else data.to_list()
                 typed[split] = {} if data is None else data.features
+        else:
+            missing.append(split)
     names: Any = None
     if (file := home / "labels.json").is_file():
         try:
@@ -198,11 +202,21 @@ def _folder(source: str, labels: Sequence[str]) -> tuple[_Raw, list[str] | None]
                 problems.append(f"{file} must be a list of the classes' names, in the order of their labels")
             elif len(set(names)) < len(names):
                 problems.append(f"{file} names a class twice")
+    if "train" not in missing:  # else the error says what there is
+        problems += [f"{home}: {problem}" for problem in _strays(home, read, missing)]
     raise_problems(problems)
     numbered = _class_label(source, typed, labels)
     if names is not None and numbered is not None:
         complain(str(file), _other_order(names, numbered))
     return raw, names
+
+
+def _strays(home: Path, read: Sequence[str], missing: Sequence[str]) -> list[str]:
+    """An error for files and folders that may be a split which is not read."""
+    if (problems := strays.unread(home, read)) or not missing:
+        return problems
+    found = some_of(strays.strange(home, read))
+    return [f"there is no {' and no '.join(missing)}, unless it is {found}: {strays.WAY}"] if found else []
 
 
 def _other_order(names: Sequence[str], numbered: Sequence[str]) -> list[str]:

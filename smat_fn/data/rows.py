@@ -15,6 +15,7 @@ import numpy as np
 
 from ..errors import complain, name_rows, shortened
 from ..progress import downloading
+from . import strays
 from .images import ImageRows, Images, class_folders, image_rows, npz_rows
 
 TABLES = (".json", ".jsonl", ".csv", ".parquet")  # files of texts
@@ -198,14 +199,13 @@ def _find(source: Path, task: str, split: str) -> Path:
     if len(files) > 1:
         why = f", which all are split {split!r}" if len({file.stem for file in files}) > 1 else ""
         raise ValueError(f"{home} has {' and '.join(f.name for f in files)}{why}: keep one of them")
+    seen = home if home.is_dir() else source
+    known = {f"{name}{suffix}" for name in {*_SPLITS, *names} for suffix in ("", *SUFFIXES)}
+    there = sorted(f.name for f in seen.iterdir())
+    complain(home, strays.unread(home, known.intersection(there)) if home.is_dir() else [])
     if files:
         return files[0]
-    seen = home if home.is_dir() else source
-    there = sorted(f.name for f in seen.iterdir())
-    known = {f"{name}{suffix}" for name in _SPLITS for suffix in ("", *SUFFIXES)} | {"labels.json"}
-    rows = [f for f in seen.iterdir() if f.is_dir() or f.suffix in SUFFIXES]  # another may be a split, misspelled
-    strange = any(f.name not in known and not f.name.startswith(".") for f in rows)
-    raise (NoSplit if home.is_dir() and not strange else ValueError)(
+    raise (NoSplit if home.is_dir() and not strays.strange(seen, known) else ValueError)(
         f"{home} has no {split}.json, .jsonl, .csv, .parquet or .npz, and no folder {split} (a saved dataset, or "
         f"images in a folder for each class): {seen} holds {there or 'nothing'}"
     )

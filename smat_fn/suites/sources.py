@@ -1,14 +1,15 @@
 """Options of suites that name model, rows and device: checks and defaults."""
 
 import json
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
+from ..data import strays
 from ..data.rows import SPELLINGS, SUFFIXES, NoSplit
-from ..errors import collected
+from ..errors import collected, complain, some_of
 
 Key = TypeVar("Key", bound=Hashable)
 Found = TypeVar("Found")
@@ -20,7 +21,8 @@ def tasks_of(
     """The given tasks; else those of a folder, the known ones first, then its others by name; else the known ones.
 
     A task is a folder that holds a split, as a file or as a folder; a text names tasks between commas. Raises:
-    ValueError for a file, a folder without tasks, and for tasks named twice.
+    ValueError for a file, a folder without tasks, folders whose files look like splits and are none, and for tasks
+    named twice.
     """
     if data and (file := Path(data).expanduser()).is_file():
         where = f"{file.parent / 'TASK'} with {', '.join(splits)}{file.suffix} in it"
@@ -34,6 +36,7 @@ def tasks_of(
     spelled = [own for split in splits for own in SPELLINGS.get(split, (split,))]
     names = {f"{own}{suffix}" for own in spelled for suffix in ("", *SUFFIXES)}
     found = {child.name for child in folder.iterdir() if any((child / name).exists() for name in names)}
+    _check_others(folder, found, splits)
     if not found:
         there = sorted(child.name for child in folder.iterdir())[:10]
         one = "pass the folder above it, or put the files into a folder for the task"
@@ -43,6 +46,15 @@ def tasks_of(
             f"(.jsonl, .json, .csv, .parquet, or images)"
         )
     return (*(task for task in known if task in found), *sorted(found.difference(known)))
+
+
+def _check_others(folder: Path, found: Collection[str], splits: Sequence[str]) -> None:
+    """Raises: ValueError for folders other than tasks that hold what looks like a split."""
+    others = (f for f in folder.iterdir() if f.is_dir() and f.name not in found and not f.name.startswith("."))
+    like = {child.name: names for child in sorted(others) if (names := strays.like_splits(child))}
+    lacking = f"no {' or '.join(splits)} that is read"
+    problems = [f"{name} holds {some_of(names)}, but {lacking}" for name, names in like.items()]
+    complain(folder, [f"{'; '.join(problems)}: {strays.WAY}; or name the tasks (--tasks)"] if problems else [])
 
 
 def _names(given: Any) -> Any:

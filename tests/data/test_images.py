@@ -132,7 +132,10 @@ def test_folders_without_images_are_no_classes(tmp_path, caplog):
     (tmp_path / "t/train/__MACOSX/a/._1.png").touch()
     assert load_rows(tmp_path, "t", "train").class_names == ("a", "b", "c")
     (line,) = [record.getMessage() for record in caplog.records]
-    assert "t: folders of train without images in any split are no classes, __MACOSX, empty: images are files" in line
+    assert (
+        "t: folders of train without images in any split do not count as classes, __MACOSX, empty: images are files"
+        in line
+    )
     write(tmp_path / "t/test/empty/1.png", 1)
     assert load_rows(tmp_path, "t", "train").class_names == ("a", "b", "c", "empty")
 
