@@ -177,17 +177,21 @@ class ShortText(EncoderSuite):
         super().__init__(tasks=tasks, seed=seed, **members)
 
     def _cut_off(self, task: str) -> list[str]:
-        """A note on dev texts that are longer than what is read."""
-        own, texts = self.options, self._data[task].splits["dev"].texts[: self.options.rows][:_COUNTED]
-        long = [text for text in texts if len(text.encode()) > own.max_length]  # a token is a byte at least
-        count = sum(len(ids) > own.max_length for ids in self._encoder.ids(long, own.max_length + 1)) if long else 0
-        if not count:
+        """A note on texts that are longer than what is read."""
+        own, found = self.options, []
+        for split, rows in self._data[task].splits.items():
+            texts = rows.texts[: own.rows][:_COUNTED]
+            long = [text for text in texts if len(text.encode()) > own.max_length]  # a token is a byte at least
+            ids = self._encoder.ids(long, own.max_length + 1) if long else []
+            if count := sum(len(one) > own.max_length for one in ids):
+                found.append(f"{count} of the{' first' * (len(texts) == _COUNTED)} {len(texts)} {split} texts")
+        if not found:
             return []
         more = self._encoder.positions
         way = f": pass `max_length={more}` to read more" if more and more > own.max_length else ""
         return [
-            f"{count} of the{' first' * (len(texts) == _COUNTED)} {len(texts)} dev texts of {task} have more than the "
-            f"{own.max_length} tokens that are read, the rest is cut off{way}"
+            f"{', '.join(found)} of {task} have more than the {own.max_length} tokens that are read, the rest is cut "
+            f"off{way}"
         ]
 
     @classmethod

@@ -957,8 +957,8 @@ def test_splits_of_one_class_and_texts_that_are_cut_off_are_notes(load, tmp_path
         f"all 3 {split} rows of tone are of class '0': shuffle them, or give more" for split in ("train", "dev", "test")
     ]
     assert cut == (
-        "3 of the 3 dev texts of tone have more than the 6 tokens that are read, the rest is cut off: pass "
-        "`max_length=24` to read more"
+        "3 of the 3 train texts, 3 of the 3 dev texts, 3 of the 3 test texts of tone have more than the 6 tokens that "
+        "are read, the rest is cut off: pass `max_length=24` to read more"
     )
 
 
@@ -985,3 +985,7 @@ def test_a_joint_step_has_the_loss_of_its_task(suite, joint_of):
     rows = together.train_rows("joint")
     assert rows["count"] == sum(suite.train_rows(task)["count"] for task in suite.tasks)
     assert rows["hash"] not in {suite.train_rows(task)["hash"] for task in suite.tasks}
+    shorter = [{"text": f"{text} test"[:2], "label": int(i > 3)} for i, text in enumerate(texts)]
+    for split in ("train", "dev"):
+        (tmp_path / "tone" / f"{split}.json").write_text(json.dumps(shorter))
+    assert load(data=str(tmp_path), max_length=6).notes[-1].startswith("8 of the 8 test texts of tone have more than")
