@@ -34,8 +34,8 @@ def load_task(source: str, *, columns: Mapping[str, str] | None = None) -> Task:
     """The rows of a task in all three splits.
 
     A row has a text (column text, else sentence) and a label (label, else coarse_label, else intent): a number, or the
-    name of a class. Classes are named by ``labels.json`` or the hub's ClassLabel; else by the rows, whose labels are
-    then all numbers or all names. A split that the source lacks is made from train by the rule of `splits`, seed 0, but
+    name of a class. Classes are named by ``labels.json`` or by a ClassLabel; else by the rows, whose labels are then
+    all numbers or all names. A split that the source lacks is made from train by the rule of `splits`, seed 0, but
     takes at most a fifth of the rows: first test, then dev.
 
     Args: source: a folder with train, dev (or validation) and test as .json (a list of objects), .jsonl, .csv, .parquet
@@ -206,8 +206,9 @@ def _folder(source: str, labels: Sequence[str]) -> tuple[_Raw, list[str] | None]
         problems += [f"{home}: {problem}" for problem in _strays(home, read, missing)]
     raise_problems(problems)
     numbered = _class_label(source, typed, labels)
-    if names is not None and numbered is not None:
-        complain(str(file), _other_order(names, numbered))
+    if names is None:
+        return raw, numbered
+    complain(str(file), _two_places(raw, names, labels) if numbered is None else _other_order(names, numbered))
     return raw, names
 
 
@@ -217,6 +218,24 @@ def _strays(home: Path, read: Sequence[str], missing: Sequence[str]) -> list[str
         return problems
     found = some_of(strays.strange(home, read))
     return [f"there is no {' and no '.join(missing)}, unless it is {found}: {strays.WAY}"] if found else []
+
+
+def _two_places(raw: _Raw, names: Sequence[str], columns: Sequence[str]) -> list[str]:
+    """An error for labels that are numbers and the names of classes at other places, as of one to five stars."""
+    places = {name: place for place, name in enumerate(names)}
+    problems = []
+    for split, rows in raw.items():
+        column = next((name for name in columns if any(name in row for row in rows)), "")
+        labels = [row.get(column) for row in rows]
+        bad = [i for i, own in enumerate(labels) if type(own) is int and places.get(str(own), own) != own]
+        if bad:
+            first = labels[bad[0]]
+            problems.append(
+                f"{split}: the {column} of {name_rows(bad)} ({first} the first) may mean the class {str(first)!r}, or "
+                f"the one at place {first}, counted from 0: write labels as texts ({str(first)!r}), or name classes by "
+                "words"
+            )
+    return problems
 
 
 def _other_order(names: Sequence[str], numbered: Sequence[str]) -> list[str]:

@@ -389,6 +389,38 @@ def test_other_files_and_spellings_give_the_same_rows(tmp_path, folders):
     assert labelled.load_task(str(tmp_path)) == expected._replace(classes=("x", "y", "z"))
 
 
+def test_the_class_label_of_tables_names_the_classes(tmp_path):
+    from datasets import ClassLabel, Dataset, Features, Value
+
+    features = Features({"text": Value("string"), "label": ClassLabel(names=["neg", "pos"])})
+    for split in ("train", "dev", "test"):
+        own = Dataset.from_dict({"text": [f"{split} a", f"{split} b"], "label": [0, 1]}, features=features)
+        own.to_parquet(tmp_path / f"{split}.parquet")
+    assert labelled.load_task(str(tmp_path)).classes == ("neg", "pos")
+    (tmp_path / "test.parquet").unlink()
+    own.save_to_disk(tmp_path / "test")
+    assert labelled.load_task(str(tmp_path)).classes == ("neg", "pos")
+    write(tmp_path, {"labels.json": ["negativ", "positiv"]})  # a translation
+    assert labelled.load_task(str(tmp_path)).classes == ("negativ", "positiv")
+
+
+def test_numbers_that_are_names_at_other_places_are_an_error(tmp_path):
+    stars = list("12345")
+    write(tmp_path, {"labels.json": stars})
+    for split in ("train", "dev"):
+        (tmp_path / f"{split}.csv").write_text("text,label\n" + "".join(f"{split} {star},{star}\n" for star in stars))
+    write(tmp_path, {"test.json": [{"text": f"test {star}", "label": star} for star in (1, 2, 3, 4)]})
+    with pytest.raises(ValueError, match=r"labels\.json: test: the label of rows 0, 1, 2 and 3 \(1 the first\) may"):
+        labelled.load_task(str(tmp_path))
+    write(tmp_path, {"test.json": [{"text": f"test {star}", "label": star} for star in stars]})
+    assert labelled.load_task(str(tmp_path)).splits["test"].labels == (0, 1, 2, 3, 4)
+    write(tmp_path, {"labels.json": list("01234"), "test.json": [{"text": "test", "label": 4}]})
+    for split in ("train", "dev"):
+        rows = "".join(f"{split} {place},{place}\n" for place in range(5))
+        (tmp_path / f"{split}.csv").write_text("text,label\n" + rows)
+    assert labelled.load_task(str(tmp_path)).splits["test"].labels == (4,)
+
+
 def test_a_csv_names_its_classes(tmp_path):
     for split in ("train", "val", "test"):
         (tmp_path / f"{split}.csv").write_text("text,label\nx,2\ny,1\n", encoding="utf-8-sig")
@@ -960,6 +992,10 @@ def test_splits_of_one_class_and_texts_that_are_cut_off_are_notes(load, tmp_path
         "3 of the 3 train texts, 3 of the 3 dev texts, 3 of the 3 test texts of tone have more than the 6 tokens that "
         "are read, the rest is cut off: pass `max_length=24` to read more"
     )
+    shorter = [{"text": f"{text} test"[:2], "label": int(i > 3)} for i, text in enumerate(texts)]
+    for split in ("train", "dev"):
+        (tmp_path / "tone" / f"{split}.json").write_text(json.dumps(shorter))
+    assert load(data=str(tmp_path), max_length=6).notes[-1].startswith("8 of the 8 test texts of tone have more than")
 
 
 def test_positions_that_no_token_has_do_not_count(load, tmp_path):
@@ -985,7 +1021,3 @@ def test_a_joint_step_has_the_loss_of_its_task(suite, joint_of):
     rows = together.train_rows("joint")
     assert rows["count"] == sum(suite.train_rows(task)["count"] for task in suite.tasks)
     assert rows["hash"] not in {suite.train_rows(task)["hash"] for task in suite.tasks}
-    shorter = [{"text": f"{text} test"[:2], "label": int(i > 3)} for i, text in enumerate(texts)]
-    for split in ("train", "dev"):
-        (tmp_path / "tone" / f"{split}.json").write_text(json.dumps(shorter))
-    assert load(data=str(tmp_path), max_length=6).notes[-1].startswith("8 of the 8 test texts of tone have more than")
