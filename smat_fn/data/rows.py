@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ..errors import complain, name_rows, shortened
+from ..errors import complain, name_rows, shortened, some_of
 from ..progress import downloading
 from . import strays
 from .images import ImageRows, Images, class_folders, image_rows, npz_rows
@@ -379,15 +379,22 @@ def _csv(file: Path, text: str) -> list[dict[str, Any]]:
     Lines are split by `csv`, not before: a quoted text may hold line ends.
     """
     limit = csv.field_size_limit(max(len(text), 1))  # else 131,072 characters a value
+    reader, found, line = csv.reader(io.StringIO(text, newline=""), strict=True), [], 0
     try:
-        head, *cells = [row for row in csv.reader(io.StringIO(text, newline=""), strict=True) if row] or [[]]
+        for row in reader:
+            found += [(line + 1, row)] if row else []
+            line = reader.line_num
     except csv.Error as error:
         raise ValueError(
-            f"{file} is not CSV ({error}): separate columns by commas, quote texts that hold some"
+            f"{file} is not CSV ({error}) in line {line + 1}: separate columns by commas, quote texts that hold some "
+            'and write quotes in them twice ("")'
         ) from error
     finally:
         csv.field_size_limit(limit)
+    head, *cells = [row for _, row in found] or [[]]
     problems = [f"column {name!r} is there twice" for name in dict.fromkeys(head) if head.count(name) > 1]
+    if again := [str(number) for number, row in found[1:] if row == head]:
+        problems.append(f"line {some_of(again)} has the column names {head} again: leave it out where files are joined")
     if bad := [i for i, row in enumerate(cells) if len(row) != len(head)]:
         problems.append(
             f"{name_rows(bad)}: not as many values as the {len(head)} columns of the first line {head} (quote texts "
