@@ -16,6 +16,7 @@ import numpy as np
 from ..errors import complain, name_rows, shortened, some_of
 from ..progress import downloading
 from . import strays
+from .conversations import Conversation, problem_of, without_nulls
 from .images import ImageRows, Images, class_folders, image_rows, npz_rows
 
 TABLES = (".json", ".jsonl", ".csv", ".parquet")  # files of texts
@@ -33,11 +34,6 @@ _NEAR = "completion", "response", "output", "target", "chosen"  # usual columns 
 # columns beside which a text is hardly all of a row
 _OTHERS = "label", "messages", "conversations", "instruction", *_NEAR, *_PICTURES
 _MISSING = object()
-_ROLES = {  # as other formats of conversations have them: as chat templates do
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bot", "ai", "model", "assistant"), "assistant"),
-    "system": "system",
-}
 
 
 class TextRows(NamedTuple):
@@ -63,7 +59,6 @@ class NoSplit(ValueError):
 
 Rows: TypeAlias = TextRows | ImageRows
 _Kind: TypeAlias = Callable[[Sequence[str]], Sequence[str]]  # the columns that are taken, of those that are there
-Conversation: TypeAlias = tuple[Mapping[str, str], ...]  # of messages with role and content
 
 
 def load_rows(
@@ -117,7 +112,8 @@ def load_conversations(
 ) -> tuple[Conversation, ...]:
     """The conversations of one split of a task: a list of messages with ``role`` and ``content``, the last an answer.
 
-    A row has them in the column ``messages``, or is a pair of ``prompt`` and ``answer``.
+    A row has them in the column ``messages``, or is a pair of ``prompt`` and ``answer``. Keys of a message whose value
+    is null, at every depth, are left out.
 
     Args: source: as `load_rows`, without images; columns: the source's names of these three columns.
     Raises: ValueError that lists all problems by row, counted from 0; for a source that cannot be reached.
@@ -150,27 +146,12 @@ def load_conversations(
             if all(isinstance(content, list | tuple) for content in roles.values()):
                 bad.setdefault("prompt and answer are lists: join them into one column messages", []).append(i)
                 continue
-        if what := _of_conversation(messages):
+        messages = without_nulls(messages)
+        if what := problem_of(messages):
             bad.setdefault(what, []).append(i)
         rows.append(messages)
     complain(where, [f"{name_rows(places)}: {what}" for what, places in bad.items()])
-    return tuple(tuple(dict(message) for message in row) for row in rows)
-
-
-def _of_conversation(messages: Any) -> str:
-    """The problem of a row's messages, an empty text for none."""
-    if messages is None:
-        return "no messages (with --chat a row has messages, or prompt and answer)"
-    if not isinstance(messages, list | tuple) or not all(isinstance(message, Mapping) for message in messages):
-        return "messages must be a list of objects with role and content"
-    if any(not isinstance(message.get(key), str) for message in messages for key in ("role", "content")):
-        return "every message needs a role and a content, both texts"
-    for role in (message["role"] for message in messages):
-        if (meant := _ROLES.get(role.lower(), role.lower())) != role and meant in _ROLES.values():
-            return f"a message has role {role!r}: write {meant!r}, by which its template finds it"
-    if len(messages) < 2 or messages[-1]["role"] != "assistant":
-        return "the last message must be the assistant's, and one before it what it answers"
-    return ""
+    return tuple(map(Conversation, rows))
 
 
 def take(rows: Rows, indices: Sequence[int]) -> Rows:

@@ -24,7 +24,8 @@ from .. import errors, tree
 from ..checkpoint import fingerprint
 from ..data import chat, text
 from ..data.batching import batch_indices
-from ..data.rows import Conversation, TextRows, place_of
+from ..data.conversations import Conversation
+from ..data.rows import TextRows, place_of
 from ..data.splits import with_made
 from ..errors import check_member, count_problem, problems_of
 from ..evaluate import decoding, likelihood

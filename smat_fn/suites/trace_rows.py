@@ -4,7 +4,8 @@ import re
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from ..data.rows import Conversation, TextRows, load_conversations, load_rows, take
+from ..data.conversations import Conversation
+from ..data.rows import TextRows, load_conversations, load_rows, take
 from ..errors import name_rows
 from ..evaluate.metrics import TRACE_METRICS, extract_label, first_letter_accuracy, label_accuracy
 

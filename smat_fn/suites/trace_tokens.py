@@ -7,7 +7,8 @@ from typing import Any
 
 from .. import errors
 from ..data import chat, pairs, text
-from ..data.rows import Conversation, TextRows
+from ..data.conversations import Conversation
+from ..data.rows import TextRows
 from ..errors import name_rows
 from ..evaluate.decoding import prompt_ids
 from ..models.head import IGNORED

@@ -170,6 +170,33 @@ def test_conversations_are_rows_with_messages_or_pairs(tmp_path):
         rows.load_rows(write(tmp_path, [{"messages": TALK}]), "task", "train")
 
 
+@pytest.mark.parametrize("stored", ["parquet", "saved"])
+def test_calls_of_tools_are_the_same_in_files_that_give_all_rows_the_same_keys(tmp_path, stored):
+    from datasets import Dataset
+
+    talks = []
+    for name, arguments in (("weather", {"city": "Rome"}), ("add", {"a": 1, "b": [2, None]})):
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        talks.append([TALK[1], {"role": "assistant", "content": "", "tool_calls": [call]}, TALK[1], TALK[2]])
+    data = Dataset.from_list([{"messages": talk} for talk in (*talks, TALK)])
+    (tmp_path / "task").mkdir()
+    if stored == "parquet":
+        data.to_parquet(str(tmp_path / "task/train.parquet"))
+    else:
+        data.save_to_disk(str(tmp_path / "task/train"))
+    found = rows.load_conversations(tmp_path, "task", "train")
+    assert [[*own] for own in found] == [*talks, TALK]
+
+
+def test_keys_that_are_null_are_those_that_are_not_there(tmp_path):
+    nulls = [{**message, "tool_calls": None, "name": None} for message in TALK]
+    (own,) = rows.load_conversations(write(tmp_path, [{"messages": nulls}]), "task", "train")
+    assert [*own] == TALK
+    bare = [TALK[1], {"role": "assistant", "content": None, "tool_calls": []}, TALK[1], TALK[2]]
+    with pytest.raises(ValueError, match=r'row 0: every message needs .* "" where it only calls tools'):
+        rows.load_conversations(write(tmp_path, [{"messages": bare}]), "task", "train")
+
+
 def test_pairs_as_trl_names_them_are_told_their_columns(tmp_path):
     pair = write(tmp_path, [{"prompt": "one?", "completion": "two"}])
     with pytest.raises(ValueError, match=r"column 'answer' is missing, .* --suite-options columns answer=completion"):
