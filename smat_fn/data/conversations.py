@@ -1,6 +1,8 @@
 """Messages of a conversation, as a row holds them, and what is wrong with them."""
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _ROLES = {  # as other formats of conversations have them: as chat templates do
@@ -34,4 +36,10 @@ def problem_of(messages: Any) -> str:
             return f"a message has role {role!r}: write {meant!r}, by which its template finds it"
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         return "the last message must be the assistant's, and one before it what it answers"
-    return ""
+    if messages[0]["role"] == "assistant":
+        return "the first message is the assistant's, and answers nothing: begin with the user's"
+    return "a message has half a surrogate pair" if _has_surrogate(messages) else ""
+
+
+def _has_surrogate(messages: Sequence[Any]) -> bool:
+    return bool(re.search("[\ud800-\udfff]", json.dumps(messages, ensure_ascii=False, default=str)))

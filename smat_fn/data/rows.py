@@ -185,11 +185,21 @@ def _find(source: Path, task: str, split: str) -> Path:
     there = sorted(f.name for f in seen.iterdir())
     complain(home, strays.unread(home, known.intersection(there)) if home.is_dir() else [])
     if files:
+        _check_folder(files[0])
         return files[0]
     raise (NoSplit if home.is_dir() and not strays.strange(seen, known) else ValueError)(
         f"{home} has no {split}.json, .jsonl, .csv, .parquet or .npz, and no folder {split} (a saved dataset, or "
         f"images in a folder for each class): {seen} holds {there or 'nothing'}"
     )
+
+
+def _check_folder(split: Path) -> None:
+    """Raises: ValueError for a folder with files of rows in it, which is neither a saved dataset nor has classes."""
+    inside = [] if split.is_file() or is_saved(split) else [f for f in split.iterdir() if not f.name.startswith(".")]
+    tables = sorted(f.name for f in inside if f.suffix in SUFFIXES)
+    if tables and not any(f.is_dir() for f in inside):
+        way = f"move the rows into one file, {split}{Path(tables[0]).suffix}"
+        complain(split, [f"a folder with {', '.join(tables[:3])} in it is no split: {way}"])
 
 
 def _kind(texts: Sequence[str], names: Mapping[str, str], named: Set[str], there: Sequence[str]) -> Sequence[str]:

@@ -218,6 +218,8 @@ def test_all_bad_conversations_are_listed_by_row(tmp_path):
         {"messages": [{"role": "human", "content": "x"}, TALK[2]]},
         {"messages": [TALK[0], {"role": "Assistant", "content": "x"}]},
         {"messages": [{"role": "tool", "content": "x"}, TALK[2]]},  # of templates that know it
+        {"messages": [TALK[2], TALK[1], TALK[2]]},
+        {"messages": [{"role": "user", "content": "half \ud83d"}, TALK[2]]},
     ]
     with pytest.raises(ValueError, match="row 1: no messages") as told:
         rows.load_conversations(write(tmp_path, bad), "task", "train")
@@ -226,3 +228,5 @@ def test_all_bad_conversations_are_listed_by_row(tmp_path):
     assert "row 6: a message has role 'human': write 'user', by which its template finds it" in str(told.value)
     assert "row 7: a message has role 'Assistant': write 'assistant'" in str(told.value)
     assert "row 8" not in str(told.value)
+    assert "row 9: the first message is the assistant's, and answers nothing: begin with the user's" in str(told.value)
+    assert "row 10: a message has half a surrogate pair (rows count from 0)" in str(told.value)

@@ -619,6 +619,15 @@ def test_a_split_that_is_missing_is_told_from_a_task_that_is(tmp_path):
     assert not isinstance(error.value, NoSplit)
 
 
+def test_files_in_a_folder_of_a_splits_name_are_told_their_place(tmp_path):
+    (tmp_path / "task").mkdir()
+    write(tmp_path, "task/test", "data.jsonl", '{"prompt": "a", "answer": "b"}')
+    told = r"a folder with data\.jsonl in it is no split: move the rows into one file, .*/task/test\.jsonl"
+    for read in (load_rows, load_conversations):
+        with pytest.raises(ValueError, match=told):
+            read(tmp_path, "task", "eval")
+
+
 def test_rows_of_another_preset_are_recognised(tmp_path):
     write(tmp_path, "t", "train.json", json.dumps([{"text": "a", "label": 1}]))
     with pytest.raises(ValueError, match="these look like text/label rows, for which there is --preset text"):
