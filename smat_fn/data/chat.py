@@ -1,18 +1,18 @@
 """Conversations as training rows: rendered by the tokenizer's own chat template, the loss on the answers alone."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, TypeAlias
 
 from ..errors import and_more, raise_problems
 from ..models.head import IGNORED
 from ..models.pretrained import check_tokenizer
+from .conversations import is_trained
 from .text import Cut, Example, Truncate, fit_problems, kept_places
 
-Conversation: TypeAlias = Sequence[Mapping[str, str]]  # of messages with role and content
+Messages: TypeAlias = Sequence[Mapping[str, Any]]  # with role and content; a `Conversation` may have tools
 Span: TypeAlias = tuple[int, int]  # characters of a rendered conversation
-ANSWERS = "assistant"
 _TODAY = datetime(2024, 7, 26)  # for templates that write the date: Llama 3's own default
 _NOW = re.compile(r"""strftime_now\((["'])(.*?)\1\)""")
 _MARK = "\ue000"  # stands for an answer; in no text
@@ -46,29 +46,18 @@ def check_template(tokenizer: Any, source: str) -> None:
         )
 
 
-def render(conversations: Sequence[Conversation], tokenizer: Any) -> tuple[list[str], list[list[Span]]]:
+def render(conversations: Sequence[Messages], tokenizer: Any) -> tuple[list[str], list[list[Span]]]:
     """Every conversation as text, and the characters that answer in it: all that follows a generation prompt.
+
+    Answers of weight 0 have none, but for the last one, which is scored.
 
     Raises: ValueError that lists rows that the template refuses, and those of which it renders a beginning otherwise
         than alone, so that no prompt would lead to the answer that is trained.
     """
     texts, spans, problems = [], [], []
     for row, messages in enumerate(conversations):
-        own: list[Span] = []
         try:
-            whole = _text(messages, tokenizer)
-            for i, message in enumerate(messages):
-                if message["role"] != ANSWERS:
-                    continue
-                front, end = _front(messages[: i + 1], tokenizer), _text(messages[: i + 1], tokenizer)
-                if not end.startswith(front):
-                    raise ValueError(
-                        f"before the answer of message {i} it renders other text than as a prompt: change the template "
-                        "(chat_template.jinja), or write a system message into the user's"
-                    )
-                if not whole.startswith(end):
-                    raise ValueError(f"it renders message {i} otherwise when more follow: give that answer its own row")
-                own.append((len(front), len(end)))
+            whole, own = _rendered(messages, tokenizer)
         except Exception as error:  # of jinja2, or whatever a template raises
             problems.append(f"row {row}: the chat template does not take it ({error})")
             continue
@@ -78,21 +67,41 @@ def render(conversations: Sequence[Conversation], tokenizer: Any) -> tuple[list[
     return texts, spans
 
 
-def prompt_of(messages: Conversation, tokenizer: Any) -> str:
+def _rendered(messages: Messages, tokenizer: Any) -> tuple[str, list[Span]]:
+    """`render` of one conversation. Raises: ValueError for what is wrong with it, and whatever a template raises."""
+    write = _writer(messages, tokenizer)
+    whole, own = write(messages), list[Span]()
+    for i, message in enumerate(messages):
+        if not is_trained(message) and i + 1 < len(messages):
+            continue
+        front, end = write(messages[:i], add_generation_prompt=True), write(messages[: i + 1])
+        if not end.startswith(front):
+            raise ValueError(
+                f"before the answer of message {i} it renders other text than as a prompt: change the template "
+                "(chat_template.jinja), or write a system message into the user's"
+            )
+        if not whole.startswith(end):
+            raise ValueError(f"it renders message {i} otherwise when more follow: give that answer its own row")
+        own.append((len(front), len(end)))
+    return whole, own
+
+
+def prompt_of(messages: Messages, tokenizer: Any) -> str:
     """The rendered conversation up to where its last message, the answer, begins.
 
     With what the template writes between its generation prompt and an answer (Qwen3: an empty thought), which does not
     belong to the answer.
     """
-    front, end = _front(messages, tokenizer), _text(messages, tokenizer)
+    write = _writer(messages, tokenizer)
+    front, end = write(messages[:-1], add_generation_prompt=True), write(messages)
     last = {"role": messages[-1]["role"], "content": _MARK}
-    before, mark, _ = _text([*messages[:-1], last], tokenizer).partition(_MARK)
+    before, mark, _ = write([*messages[:-1], last]).partition(_MARK)
     added = before.removeprefix(front).strip() and before.startswith(front)
     return before.rstrip(" ") if mark and added and end.startswith(before) else front
 
 
 def encode(
-    conversations: Sequence[Conversation],
+    conversations: Sequence[Messages],
     tokenizer: Any,
     *,
     vocabulary: int,
@@ -125,7 +134,7 @@ def encode(
     return examples
 
 
-def cut_report(conversations: Sequence[Conversation], tokenizer: Any, *, max_length: int = 512) -> Cut:
+def cut_report(conversations: Sequence[Messages], tokenizer: Any, *, max_length: int = 512) -> Cut:
     """Effect of "right" truncation on the rows: ``eos`` counts those that lose the end of their last answer."""
     count, ends, answers, lost = 0, 0, 0, 0
     longest = 0
@@ -138,29 +147,31 @@ def cut_report(conversations: Sequence[Conversation], tokenizer: Any, *, max_len
     return Cut(count, ends / count, answers / count, lost / count, longest)
 
 
-def ends_by(conversation: Conversation, tokenizer: Any) -> frozenset[int]:
+def ends_by(conversation: Messages, tokenizer: Any) -> frozenset[int]:
     """The last few tokens of the last answer, with what the template ends it by: one of them has to end decoding."""
-    ids, labels = _tokens([conversation], tokenizer)[0]
+    ids, labels = _tokens([conversation], tokenizer, last=True)[0]
     return frozenset([token for token, label in zip(ids, labels, strict=True) if label != IGNORED][-4:])
 
 
-def _front(messages: Conversation, tokenizer: Any) -> str:
-    return _text(messages[:-1], tokenizer, add_generation_prompt=True)
-
-
-def _text(messages: Conversation, tokenizer: Any, **options: bool) -> str:
+def _writer(messages: Messages, tokenizer: Any) -> Callable[..., str]:
+    """The template as a function of some of these messages and its options."""
     template = tokenizer.get_chat_template()
-    dated = _NOW.sub(lambda call: repr(_TODAY.strftime(call[2])), template)  # tomorrow's rows would be others
-    return tokenizer.apply_chat_template(list(messages), chat_template=dated, tokenize=False, **options)
+    options = {
+        "chat_template": _NOW.sub(lambda call: repr(_TODAY.strftime(call[2])), template),  # else others tomorrow
+        "tools": getattr(messages, "tools", None) or None,
+        "tokenize": False,
+    }
+    return lambda some, **others: tokenizer.apply_chat_template(list(some), **{**options, **others})
 
 
-def _tokens(conversations: Sequence[Conversation], tokenizer: Any, *, last: bool = False) -> list[Example]:
+def _tokens(conversations: Sequence[Messages], tokenizer: Any, *, last: bool = False) -> list[Example]:
     """Tokens and labels of whole conversations, before they are cut."""
     texts, spans = render(conversations, tokenizer)
     out = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     examples = []
-    for ids, places, every in zip(out["input_ids"], out["offset_mapping"], spans, strict=True):
-        own = every[-1:] if last else every
+    every = zip(conversations, out["input_ids"], out["offset_mapping"], spans, strict=True)
+    for messages, ids, places, found in every:
+        own = found[-1:] if last else found[: len(found) - (not is_trained(messages[-1]))]
         answers = [any(start < right and left < end for start, end in own) for left, right in places]
         labels = (token if answer else IGNORED for token, answer in zip(ids, answers, strict=True))
         examples.append(Example(tuple(ids), tuple(labels)))

@@ -16,7 +16,7 @@ import numpy as np
 from ..errors import complain, name_rows, shortened, some_of
 from ..progress import downloading
 from . import strays
-from .conversations import Conversation, problem_of, without_nulls
+from .conversations import Conversation, problem_of, tools_in, without_nulls
 from .images import ImageRows, Images, class_folders, image_rows, npz_rows
 
 TABLES = (".json", ".jsonl", ".csv", ".parquet")  # files of texts
@@ -112,8 +112,9 @@ def load_conversations(
 ) -> tuple[Conversation, ...]:
     """The conversations of one split of a task: a list of messages with ``role`` and ``content``, the last an answer.
 
-    A row has them in the column ``messages``, or is a pair of ``prompt`` and ``answer``. Keys of a message whose value
-    is null, at every depth, are left out.
+    A row has them in the column ``messages``, or is a pair of ``prompt`` and ``answer``; in the column ``tools``
+    it may have a list of tools, or a JSON text of one. Keys of a message or a tool whose value is null, at every depth,
+    are left out.
 
     Args: source: as `load_rows`, without images; columns: the source's names of these three columns.
     Raises: ValueError that lists all problems by row, counted from 0; for a source that cannot be reached.
@@ -146,12 +147,12 @@ def load_conversations(
             if all(isinstance(content, list | tuple) for content in roles.values()):
                 bad.setdefault("prompt and answer are lists: join them into one column messages", []).append(i)
                 continue
-        messages = without_nulls(messages)
-        if what := problem_of(messages):
+        messages, tools = without_nulls(messages), tools_in(row.get("tools"))
+        if what := problem_of(messages, tools):
             bad.setdefault(what, []).append(i)
-        rows.append(messages)
+        rows.append((messages, tools))
     complain(where, [f"{name_rows(places)}: {what}" for what, places in bad.items()])
-    return tuple(map(Conversation, rows))
+    return tuple(Conversation.of(*row) for row in rows)
 
 
 def take(rows: Rows, indices: Sequence[int]) -> Rows:

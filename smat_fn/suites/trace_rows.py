@@ -36,8 +36,10 @@ def size_of(rows: TextRows | Sequence[Conversation]) -> int:
 
 
 def hashed(rows: Any) -> Any:
-    """Rows as they are hashed: without the place of choices where there are none, as runs begun before have them."""
-    return rows[: 3 if rows.choices else 2] if isinstance(rows, TextRows) else rows
+    """Rows as they are hashed: choices and tools alone where there are some, as runs begun before have them."""
+    if isinstance(rows, TextRows):
+        return rows[: 3 if rows.choices else 2]
+    return [{"messages": own, "tools": own.tools} if own.tools else own for own in rows]
 
 
 def some_of(rows: Any, places: Sequence[int]) -> Any:

@@ -67,6 +67,44 @@ def test_the_loss_is_on_every_answer_and_its_end_alone(tokenizer):
     assert chat.ends_by(TALK, tokenizer) == {*answers[-4:]} > {1}
 
 
+def test_answers_of_weight_0_are_not_trained(tokenizer):
+    def weighted(*weights, talk=TALK):
+        own = iter(weights)
+        return [{**message, "weight": next(own)} if message["role"] == "assistant" else message for message in talk]
+
+    talks = [weighted(0, 1), weighted(1, 0), weighted(1, 1)]
+    found = chat.encode(talks, tokenizer, vocabulary=262)
+    assert [supervised(one, tokenizer) for one in found] == [
+        ["dark blue</s>"],
+        ["two</s>"],
+        ["two</s>", "dark blue</s>"],
+    ]
+    assert {one.input_ids for one in found} == {chat.encode([TALK], tokenizer, vocabulary=262)[0].input_ids}
+    scored = chat.encode(talks, tokenizer, vocabulary=262, last=True)
+    assert [supervised(one, tokenizer) for one in scored] == [["dark blue</s>"]] * 3
+    assert chat.ends_by(talks[1], tokenizer) == chat.ends_by(TALK, tokenizer)
+    assert chat.cut_report(talks, tokenizer, max_length=60)[0] == 3
+
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"city": {"type": "string"}}}}]
+
+
+def test_a_template_gets_the_tools_of_a_row(tokenizer, tmp_path):
+    kept, tokenizer.chat_template = tokenizer.chat_template, "{{ tools | tojson if tools else 'none' }}" + TEMPLATE
+    stored = [{"messages": TALK, "tools": tools} for tools in (TOOLS, json.dumps(TOOLS), [], "", None)]
+    found = rows.load_conversations(write(tmp_path, stored), "task", "train")
+    try:
+        texts, _ = chat.render(found, tokenizer)
+        prompts = [chat.prompt_of(own, tokenizer) for own in found]
+    finally:
+        tokenizer.chat_template = kept
+    for several in (texts, prompts):
+        assert [text.partition("<s>")[0] for text in several] == [json.dumps(TOOLS)] * 2 + ["none"] * 3
+    for tools in ("weather", [1], {"name": "weather"}):
+        with pytest.raises(ValueError, match=r"row 0: tools are .*, must be a list of objects, or a JSON text of one"):
+            rows.load_conversations(write(tmp_path, [{"messages": TALK, "tools": tools}]), "task", "train")
+
+
 def test_a_long_conversation_is_cut_as_other_rows_are(tokenizer):
     (whole,) = chat.encode([TALK], tokenizer, vocabulary=262)
     size = whole.labels.index(1) + 1
@@ -220,6 +258,10 @@ def test_all_bad_conversations_are_listed_by_row(tmp_path):
         {"messages": [{"role": "tool", "content": "x"}, TALK[2]]},  # of templates that know it
         {"messages": [TALK[2], TALK[1], TALK[2]]},
         {"messages": [{"role": "user", "content": "half \ud83d"}, TALK[2]]},
+        {"messages": [TALK[1], {**TALK[2], "weight": 0.5}]},
+        {"messages": [{**TALK[1], "weight": 1}, TALK[2]]},
+        {"messages": [TALK[1], {**TALK[2], "weight": 0}]},
+        {"messages": [{**TALK[2], "weight": 0}, TALK[1], {**TALK[2], "weight": True}]},
     ]
     with pytest.raises(ValueError, match="row 1: no messages") as told:
         rows.load_conversations(write(tmp_path, bad), "task", "train")
@@ -229,4 +271,8 @@ def test_all_bad_conversations_are_listed_by_row(tmp_path):
     assert "row 7: a message has role 'Assistant': write 'assistant'" in str(told.value)
     assert "row 8" not in str(told.value)
     assert "row 9: the first message is the assistant's, and answers nothing: begin with the user's" in str(told.value)
-    assert "row 10: a message has half a surrogate pair (rows count from 0)" in str(told.value)
+    assert "row 10: a message has half a surrogate pair" in str(told.value)
+    assert "row 11: a message has weight 0.5, must be 1" in str(told.value)
+    assert "row 12: a message of role 'user' has weight 1, but answers alone are trained" in str(told.value)
+    assert "row 13: all answers have weight 0: leave the row out, or give one weight 1 (rows count" in str(told.value)
+    assert "row 14" not in str(told.value)

@@ -811,6 +811,18 @@ def test_conversations_are_trained_and_scored_by_the_template(load, chatting):
     assert again.content("own", "test") == suite.content("own", "test")
 
 
+def test_the_tools_of_a_conversation_are_part_of_its_row(load, chatting, tmp_path):
+    shutil.copytree(chatting["data"], tmp_path / "data")
+    file = tmp_path / "data/own/train.jsonl"
+    first, *others = map(json.loads, file.read_text().splitlines())
+    hashes = []
+    for tools in ([], [{"name": "rate"}], [{"name": "hike"}]):
+        file.write_text("\n".join(map(json.dumps, [{**first, "tools": tools}, *others])))
+        hashes.append(load(model=chatting["model"], data=str(tmp_path / "data"), chat=True).train_rows("own")["hash"])
+    assert hashes[0] == load(**chatting, chat=True).train_rows("own")["hash"]
+    assert len({*hashes}) == 3
+
+
 def test_chat_needs_a_template_and_rows_that_are_conversations(load, chatting, folders):
     with pytest.raises(ValueError, match=r"has no chat template: .*leave --chat out"):
         load(**{**chatting, "model": str(folders / "model")}, chat=True)
