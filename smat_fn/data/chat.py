@@ -1,8 +1,10 @@
 """Conversations as training rows: rendered by the tokenizer's own chat template, the loss on the answers alone."""
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from textwrap import shorten
 from typing import Any, TypeAlias
 
 from ..errors import and_more, raise_problems
@@ -46,33 +48,34 @@ def check_template(tokenizer: Any, source: str) -> None:
         )
 
 
-def render(conversations: Sequence[Messages], tokenizer: Any) -> tuple[list[str], list[list[Span]]]:
-    """Every conversation as text, and the characters that answer in it: all that follows a generation prompt.
+def render(
+    conversations: Sequence[Messages], tokenizer: Any
+) -> tuple[list[str], list[list[Span]], list[tuple[str, ...]]]:
+    """Every conversation as text, the characters that answer in it, and what the template leaves out of it.
 
-    Answers of weight 0 have none, but for the last one, which is scored.
+    Answers are all that follows a generation prompt; those of weight 0 have no characters, but for the last one, which
+    is scored. Left out are "tools", and messages of a role: "tool messages".
 
-    Raises: ValueError that lists rows that the template refuses, and those of which it renders a beginning otherwise
-        than alone, so that no prompt would lead to the answer that is trained.
+    Raises: ValueError that lists rows that the template refuses, those of which it renders a beginning otherwise than
+        alone, so that no prompt would lead to the answer that is trained, and those of which it leaves out an answer.
     """
-    texts, spans, problems = [], [], []
+    found, problems = list[tuple[str, list[Span], tuple[str, ...]]](), list[str]()
     for row, messages in enumerate(conversations):
         try:
-            whole, own = _rendered(messages, tokenizer)
+            found.append(_rendered(messages, tokenizer))
         except Exception as error:  # of jinja2, or whatever a template raises
             problems.append(f"row {row}: the chat template does not take it ({error})")
-            continue
-        texts.append(whole)
-        spans.append(own)
     raise_problems(problems)
-    return texts, spans
+    return [text for text, *_ in found], [spans for _, spans, _ in found], [lost for *_, lost in found]
 
 
-def _rendered(messages: Messages, tokenizer: Any) -> tuple[str, list[Span]]:
+def _rendered(messages: Messages, tokenizer: Any) -> tuple[str, list[Span], tuple[str, ...]]:
     """`render` of one conversation. Raises: ValueError for what is wrong with it, and whatever a template raises."""
     write = _writer(messages, tokenizer)
-    whole, own = write(messages), list[Span]()
+    whole, own, lost = write(messages), list[Span](), list[str]()
     for i, message in enumerate(messages):
         if not is_trained(message) and i + 1 < len(messages):
+            lost += [f"{message['role']} messages"] if _unwritten(message, whole) else []
             continue
         front, end = write(messages[:i], add_generation_prompt=True), write(messages[: i + 1])
         if not end.startswith(front):
@@ -82,8 +85,32 @@ def _rendered(messages: Messages, tokenizer: Any) -> tuple[str, list[Span]]:
             )
         if not whole.startswith(end):
             raise ValueError(f"it renders message {i} otherwise when more follow: give that answer its own row")
+        what = _unwritten(message, end[len(front) :])
+        if what and _unwritten(message, end.removeprefix(write(messages[:i]))):  # <think> may be in the prompt's end
+            raise ValueError(
+                f"it does not write all of {what} in message {i}, an answer: change the template "
+                "(chat_template.jinja), edit the row, or give the answer weight 0"
+            )
         own.append((len(front), len(end)))
-    return whole, own
+    if getattr(messages, "tools", None) and whole == write(messages, tools=None):
+        lost.append("tools")
+    return whole, own, tuple(dict.fromkeys(lost))
+
+
+def _unwritten(message: Mapping[str, Any], text: str) -> str:
+    """The part of a message that is not in a text that should have it, however it is spaced; "" for none."""
+    content = message["content"]
+    as_json = json.dumps(content, ensure_ascii=False)[1:-1]  # of a tool's result
+    if content.strip() not in text and not any(_unspaced(form) in _unspaced(text) for form in (content, as_json)):
+        return shorten(repr(content), 60)
+    calls = message.get("tool_calls") or ()
+    functions = [call.get("function", call) for call in calls if isinstance(call, Mapping)]
+    names = [str(own["name"]) for own in functions if isinstance(own, Mapping) and "name" in own]
+    return next((f"the call of {name}" for name in names if name not in text), "")
+
+
+def _unspaced(text: str) -> str:
+    return "".join(text.split())
 
 
 def prompt_of(messages: Messages, tokenizer: Any) -> str:
@@ -166,7 +193,7 @@ def _writer(messages: Messages, tokenizer: Any) -> Callable[..., str]:
 
 def _tokens(conversations: Sequence[Messages], tokenizer: Any, *, last: bool = False) -> list[Example]:
     """Tokens and labels of whole conversations, before they are cut."""
-    texts, spans = render(conversations, tokenizer)
+    texts, spans, _ = render(conversations, tokenizer)
     out = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     examples = []
     every = zip(conversations, out["input_ids"], out["offset_mapping"], spans, strict=True)

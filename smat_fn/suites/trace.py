@@ -51,6 +51,7 @@ from .trace_rows import (
     conversations,
     hashed,
     is_letter,
+    left_out,
     letter_of,
     pairs_of,
     plain_tasks,
@@ -346,13 +347,15 @@ class Trace(BaseSuite):
             raise ValueError(f"chat is for causal models, {self.options.model} is an encoder-decoder: leave --chat out")
         chat.check_template(lm.tokenizer, self.options.model)
         self._lm = lm._replace(tokenizer=chat.Rendered(lm.tokenizer))
+        left = dict[str, list[tuple[str, ...]]]()
         for (task, split), found in self._chats.items():
             try:
-                chat.render(found, lm.tokenizer)
+                left.setdefault(task, []).extend(chat.render(found, lm.tokenizer)[2])
             except ValueError as error:
                 raise ValueError(f"{task} ({SPLITS[split]}): {error}") from error
             prompts = tuple(chat.prompt_of(own, lm.tokenizer) for own in found)
             self._rows[task, split] = TextRows(prompts, self._rows[task, split].answers)
+        self.notes += tuple(note for task, rows in left.items() for note in left_out(task, rows))
         ends = chat.ends_by(next(iter(self._chats.values()))[0], lm.tokenizer)
         if not ends & decoding.stops(lm.module, lm.tokenizer):
             self.notes += (

@@ -70,6 +70,17 @@ def asked_of(rows: TextRows | Sequence[Conversation]) -> TextRows:
     return TextRows(prompts, ("",) * len(prompts))
 
 
+def left_out(task: str, rows: Sequence[Sequence[str]]) -> list[str]:
+    """A note on what a chat template leaves out of the rows of a task, or none."""
+    if not (count := sum(map(bool, rows))):
+        return []
+    what = ", ".join(dict.fromkeys(name for own in rows for name in own))
+    return [
+        f"the chat template leaves out {what}, or parts of them, in {count} of the {len(rows)} rows of {task}: change "
+        "the template (chat_template.jinja), or write them into the user's messages"
+    ]
+
+
 def unlettered(task: str, split: str, answers: Sequence[str]) -> list[str]:
     """The error for answers that a metric of letters can never count; the paper's tasks may have some."""
     bad = [i for i, answer in enumerate(answers) if not is_letter(task, answer)]

@@ -94,10 +94,12 @@ def test_a_template_gets_the_tools_of_a_row(tokenizer, tmp_path):
     stored = [{"messages": TALK, "tools": tools} for tools in (TOOLS, json.dumps(TOOLS), [], "", None)]
     found = rows.load_conversations(write(tmp_path, stored), "task", "train")
     try:
-        texts, _ = chat.render(found, tokenizer)
+        texts, _, lost = chat.render(found, tokenizer)
         prompts = [chat.prompt_of(own, tokenizer) for own in found]
     finally:
         tokenizer.chat_template = kept
+    assert lost == [()] * 5
+    assert [own[0] for own in chat.render(found, tokenizer)[2][:2]] == ["tools"] * 2, "its own template has no tools"
     for several in (texts, prompts):
         assert [text.partition("<s>")[0] for text in several] == [json.dumps(TOOLS)] * 2 + ["none"] * 3
     for tools in ("weather", [1], {"name": "weather"}):
@@ -139,6 +141,50 @@ def test_a_template_that_renders_a_beginning_otherwise_is_refused(tokenizer):
             chat.render([TALK], own)
     finally:
         tokenizer.chat_template = kept
+
+
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+LAST = "{{ m.content.split('</think>')[-1] }}"
+
+
+@pytest.mark.parametrize(
+    ("written", "answer", "told"),
+    [
+        (LAST, {"content": "<think>1 + 1</think>two"}, "'<think>1 .*</think>two'"),
+        ("{{ m.content if m.role != 'assistant' }}", {"content": "1"}, "'1'"),  # which the prompt has
+        ("{{ m.content }}", {"content": "", "tool_calls": [CALL]}, "the call of weather"),
+    ],
+)
+def test_a_template_that_leaves_out_a_trained_answer_is_refused(tokenizer, written, answer, told):
+    kept, tokenizer.chat_template = tokenizer.chat_template, TEMPLATE.replace("{{ m.content }}", written)
+    own, more = {"role": "assistant", **answer}, {"role": "assistant", "content": ""}
+    try:
+        with pytest.raises(
+            ValueError, match=rf"row 1: .*it does not write all of {told} in message 2, an answer: change"
+        ):
+            chat.render([[*TALK[:2], more], [*TALK[:2], own]], tokenizer)
+        lost = chat.render([[*TALK[:2], {**own, "weight": 0}, TALK[1], more]], tokenizer)[2]
+    finally:
+        tokenizer.chat_template = kept
+    assert lost == [() if told == "'1'" else ("assistant messages",)]
+
+
+def test_what_a_template_leaves_out_beside_answers_is_named_by_row(tokenizer):
+    kept = tokenizer.chat_template
+    spaced = "{{ m.content | tojson if m.role == 'tool' else m.content | replace('</think>', '\n</think>\n\n') }}"
+    talk = [TALK[1], {"role": "tool", "content": 'a "b"\n'}, {"role": "assistant", "content": "<think>c</think>d e"}]
+    try:
+        tokenizer.chat_template = TEMPLATE.replace("{{ m.content }}", spaced)
+        assert chat.render([talk], tokenizer)[2] == [()], "written otherwise, but all of it"
+        tokenizer.chat_template = TEMPLATE.replace("in messages %}", "in messages if m.role != 'tool' %}")
+        assert chat.render([talk, TALK], tokenizer)[2] == [("tool messages",), ()]
+        tokenizer.chat_template = TEMPLATE.replace("[assistant]{% endif", "[assistant]<think>{% endif").replace(
+            "]{{ m.content }}", "]{{ '<think>' if m.role == 'assistant' }}{{ m.content | replace('<think>', '') }}"
+        )
+        (text,), ((span,),), lost = chat.render([talk], tokenizer)
+    finally:
+        tokenizer.chat_template = kept
+    assert (text[slice(*span)], lost) == ("c</think>d e</s>", [()])
 
 
 THOUGHT = "]{% if loop.last and m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}"

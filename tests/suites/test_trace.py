@@ -823,6 +823,26 @@ def test_the_tools_of_a_conversation_are_part_of_its_row(load, chatting, tmp_pat
     assert len({*hashes}) == 3
 
 
+def test_messages_that_a_template_leaves_out_are_a_note(load, chatting, tmp_path):
+    for name in ("model", "data"):
+        shutil.copytree(chatting[name], tmp_path / name)
+    (tmp_path / "model/chat_template.jinja").write_text(CHAT.replace("%}[{{", "if m.role != 'developer' %}[{{", 1))
+    options = {"model": str(tmp_path / "model"), "data": str(tmp_path / "data"), "chat": True}
+    assert not any("leaves out" in note for note in load(**options).notes)
+    file = tmp_path / "data/own/train.jsonl"
+    first, *others = map(json.loads, file.read_text().splitlines())
+    first["messages"].insert(0, {"role": "developer", "content": "Be brief"})
+    file.write_text("\n".join(map(json.dumps, [{**first, "tools": [{"name": "x"}]}, *others])))
+    (note,) = [note for note in load(**options).notes if "leaves out" in note]
+    assert "leaves out developer messages, tools, or parts of them, in 1 of the 12 rows of own: change the" in note
+    answer = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "rate", "arguments": {}}}]}
+    file.write_text(json.dumps({"messages": [first["messages"][1], answer]}))
+    with pytest.raises(
+        ValueError, match=r"own \(train\): row 0: .*it does not write all of the call of rate in message 1"
+    ):
+        load(**options)
+
+
 def test_chat_needs_a_template_and_rows_that_are_conversations(load, chatting, folders):
     with pytest.raises(ValueError, match=r"has no chat template: .*leave --chat out"):
         load(**{**chatting, "model": str(folders / "model")}, chat=True)
