@@ -28,6 +28,7 @@ class Task(NamedTuple):
     splits: dict[str, Labelled]
     classes: tuple[str, ...]  # names of labels 0, 1, ...
     made: tuple[str, ...] = ()  # splits that the source lacks, made from its rows of train
+    left: int = 0  # rows of train that are then left out, since the split that is there has them
 
 
 def load_task(source: str, *, columns: Mapping[str, str] | None = None) -> Task:
@@ -71,13 +72,15 @@ def load_task(source: str, *, columns: Mapping[str, str] | None = None) -> Task:
             problems.append(_label_problem(which, rows[bad[0]].get(label), names))
         splits[split] = Labelled(tuple(texts), tuple(labels))  # type: ignore[arg-type]
     complain(source, problems)
+    count = len(splits["train"].texts)
     splits, made = _complete(splits, source)
+    left = count - sum(len(splits[split].texts) for split in ("train", *made))
     there = set(splits["train"].labels)
     absent = [name for place, name in enumerate(names) if place not in there]
     way = "number classes from 0 without gaps, or write labels as texts; a class that only dev or test has needs rows"
     problems = [f"no row of train is of class {', '.join(absent[:10])}, and a head needs one: {way}"] if absent else []
     complain(source, problems or ([] if len(names) > 1 else [f"all rows are of class {names[0]!r}: give two or more"]))
-    return Task({split: splits[split] for split in SPLITS}, tuple(names), made)
+    return Task({split: splits[split] for split in SPLITS}, tuple(names), made, left)
 
 
 def take(rows: Labelled, places: Sequence[int]) -> Labelled:

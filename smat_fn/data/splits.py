@@ -58,8 +58,8 @@ def split_rows(
     remainders are largest; a label may lose its last group to dev.
 
     Args: held_out: rows of eval and test; size: of dev, None: ``min(200, max(50, n // 10))`` for n clean groups of
-        texts, 200 for images, but at most one group in ``share``; labels: one a row, a group has that of its first
-        row; None: those of image rows, none for texts.
+        texts, 200 for images; share: at most one group in so many, and above 1 size counts rows; labels: one a row, a
+        group has that of its first row; None: those of image rows, none for texts.
     Raises: ValueError for rows of two kinds, for bad labels, and for a dev that would leave nothing to train on.
     """
     kinds = {type(part) for part in (rows, *held_out)}
@@ -82,7 +82,7 @@ def split_rows(
         for group, own in members.items()
     }
     clean = [group for group, why in reasons.items() if not why]
-    size = _size(rows, len(clean), share) if size is None else size
+    size = _size(rows, [len(members[group]) for group in clean], share) if size is None else size
     if not 0 < size < len(clean):
         raise ValueError(
             f"a held-out split would take {size} of {len(clean)} different rows ({len(members) - len(clean)} more are "
@@ -115,7 +115,8 @@ def with_made(
 ) -> dict[str, Held]:
     """The splits of a task with those that it lacks, each taken from train by `split_rows`, at most a fifth of it.
 
-    Every label keeps a row in train.
+    Unlike there, such a split has every row of its groups, and train those of groups with conflicting answers: of
+    train are left out only groups that a given split has. Every label keeps a row in train.
 
     Args:
         splits: train, and others that are there; missing: those to make, in this order.
@@ -129,21 +130,25 @@ def with_made(
         held_out = [rows(held) for other, held in found.items() if other != "train"]
         own = labels(pool)
         parts = split_rows(rows(pool), held_out, seed=_SEED, labels=own, share=_SHARE)
-        kept = set(parts.train)
+        chosen = {parts.groups[i] for i in parts.dev}
         if own is not None:
-            there = {own[i] for i in kept}
-            back = {parts.groups[i] for i in parts.dev if own[i] not in there}
-            kept |= {i for i, group in enumerate(parts.groups) if group in back}
-        chosen = [i for i in parts.dev if i not in kept]
+            there = {own[i] for i in parts.train}
+            chosen -= {parts.groups[i] for i in parts.dev if own[i] not in there}
         if not chosen:
             raise ValueError("every label has one row: give a file for the split, or more rows")
-        found |= {"train": take(pool, sorted(kept)), name: take(pool, chosen)}
+        others = chosen | {group for group, why in parts.dropped.items() if "held out" in why}
+        found |= {
+            "train": take(pool, [i for i, group in enumerate(parts.groups) if group not in others]),
+            name: take(pool, [i for i, group in enumerate(parts.groups) if group in chosen]),
+        }
     return found
 
 
-def _size(rows: Rows, count: int, share: int) -> int:
-    size = 200 if isinstance(rows, ImageRows) else min(200, max(50, count // 10))
-    return min(size, max(1, count // share)) if share > 1 else size
+def _size(rows: Rows, groups: Sequence[int], share: int) -> int:
+    """The number of groups of dev. Args: groups: the rows of each clean one."""
+    count, every = len(groups), sum(groups)
+    size = 200 if isinstance(rows, ImageRows) else min(200, max(50, (every if share > 1 else count) // 10))
+    return min(-(-size * count // max(every, 1)), max(1, count // share)) if share > 1 else size
 
 
 def _describe(rows: Rows) -> tuple[tuple[str, ...], list[Hashable]]:

@@ -307,7 +307,7 @@ class ShortText(EncoderSuite):
 def _made_splits(task: str, data: Task, limit: int | None) -> list[str]:
     """A note on splits that were made from the training rows, with the number of rows of each split that are used."""
     sizes = {split: len(rows.texts[:limit]) for split, rows in data.splits.items()}
-    return [made_note(task, data.made, sizes)] if data.made else []
+    return [made_note(task, data.made, sizes, left=data.left)] if data.made else []
 
 
 def resolve_data(given: Any) -> Data:

@@ -180,29 +180,37 @@ def collect_splits(
         problems += wrong
         made = tuple(split for split in ("test", "dev") if split in missing)
         if "train" in found and made and not wrong:
+            pool = size(found["train"])
             try:
                 found = make(task, found, made)
             except ValueError as error:
-                count = size(found["train"])
                 problems.append(
-                    f"{task} has no {' and no '.join(made)} split, and none can be made of its {count} rows of train: "
+                    f"{task} has no {' and no '.join(made)} split, and none can be made of its {pool} rows of train: "
                     f"{error}"
                 )
         elif "train" in missing:
             problems += missing.values()
+        whole = {split: size(own) for split, own in found.items()}
         if rows is not None:
             found = {split: take(own, range(min(rows, size(own)))) for split, own in found.items()}
         if made and len(found) == 3:
             lacked[task] = made
-            notes.append(made_note(task, made, {split: size(found[split]) for split in ("train", "dev", "test")}))
+            sizes = {split: size(found[split]) for split in ("train", "dev", "test")}
+            left = pool - sum(whole[split] for split in ("train", *made))
+            notes.append(made_note(task, made, sizes, left=left))
         every |= {(task, split): own for split, own in found.items()}
     return Collected(every, problems, notes, lacked)
 
 
-def made_note(task: str, made: Sequence[str], sizes: Mapping[str, int]) -> str:
-    """A note on splits that were made from the training rows, with the number of rows of every split."""
+def made_note(task: str, made: Sequence[str], sizes: Mapping[str, int], *, left: int) -> str:
+    """A note on splits that were made from the training rows, with the number of rows of every split.
+
+    Args: left: rows of train that are in none of them, since the split that is given has them.
+    """
     counts = ", ".join(f"{size} {split}" for split, size in sizes.items())
-    return f"{task} has no {' and no '.join(made)} split, made from train: {counts} rows"
+    note = f"{task} has no {' and no '.join(made)} split, made from train: {counts} rows"
+    given = "dev" if made == ("test",) else "test"
+    return f"{note}; {left} rows of train are left out, for they are {given} rows too" if left else note
 
 
 def shared_rows(task: str, rows: Mapping[str, Sequence[Hashable]]) -> list[str]:

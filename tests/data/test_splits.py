@@ -156,3 +156,27 @@ def test_made_splits_take_a_fifth_and_leave_every_label_a_row():
     few = taken((rows, [*range(62)]), range(4))
     with pytest.raises(ValueError, match="every label has one row: give a file for the split, or more rows"):
         with_made({"train": few}, ("dev",), rows=lambda held: held[0], take=taken, labels=lambda held: held[1])
+
+
+def test_made_splits_leave_out_what_a_given_split_has_and_nothing_else():
+    asked = [f"text {i // 2}" for i in range(100)]  # every one twice, five of them with two answers
+    answers = ["b" if i < 10 and i % 2 else "a" for i in range(100)]
+    rows = TextRows(tuple(asked), tuple(answers))
+    found = with_made({"train": rows}, ("test", "dev"), rows=lambda own: own, take=take)
+    pairs = [pair for own in found.values() for pair in zip(own.prompts, own.answers, strict=True)]
+    assert sorted(pairs) == sorted(zip(asked, answers, strict=True))
+    sets = {split: set(own.prompts) for split, own in found.items()}
+    assert {split: (len(own), len(found[split].prompts)) for split, own in sets.items()} == {
+        "train": (34, 68), "test": (9, 18), "dev": (7, 14)
+    }  # fmt: skip
+    assert not sets["train"] & sets["test"] | sets["train"] & sets["dev"] | sets["test"] & sets["dev"]
+    assert {f"text {i}" for i in range(5)} <= sets["train"]
+    found = with_made({"train": rows, "test": take(rows, range(4, 24))}, ("dev",), rows=lambda own: own, take=take)
+    assert {*found["train"].prompts, *found["dev"].prompts} == {*asked[:4], *asked[24:]}
+    assert len(found["train"].prompts) + len(found["dev"].prompts) == 80
+
+
+def test_made_splits_have_about_as_many_rows_whatever_the_size_of_groups():
+    rows = TextRows(tuple(f"text {i // 10}" for i in range(3000)), ("",) * 3000)
+    found = with_made({"train": rows}, ("test", "dev"), rows=lambda own: own, take=take)
+    assert {split: len(own.prompts) for split, own in found.items()} == {"train": 2600, "test": 200, "dev": 200}

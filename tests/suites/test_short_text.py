@@ -375,6 +375,18 @@ def test_a_note_counts_the_rows_of_splits_that_are_made(load, tmp_path):
     assert few == ["tone has no test and no dev split, made from train: 5 train, 4 dev, 5 test rows"]
 
 
+def test_a_note_counts_the_rows_that_a_made_split_leaves_out(load, tmp_path):
+    own = rows("tone", "train")
+    two = [{**own[0], "label": next(row["label"] for row in own if row["label"] != own[0]["label"])}]
+    write(tmp_path / "tone", {"train.json": [*own, *two], "test.json": own[5:8]})
+    made, trained = (
+        [note for note in load(data=str(tmp_path)).notes if part in note] for part in ("made from train", "two labels")
+    )
+    counts = "23 train, 5 dev, 3 test rows; 3 rows of train are left out, for they are test rows too"
+    assert made == [f"tone has no dev split, made from train: {counts}"]
+    assert trained == ["tone trains on 1 row with two labels or more"]
+
+
 def test_other_files_and_spellings_give_the_same_rows(tmp_path, folders):
     import pyarrow
     import pyarrow.parquet
