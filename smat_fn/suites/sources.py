@@ -9,6 +9,7 @@ import torch
 
 from ..data import strays
 from ..data.rows import SPELLINGS, SUFFIXES, NoSplit
+from ..data.splits import normalised
 from ..errors import collected, complain, some_of
 
 Key = TypeVar("Key", bound=Hashable)
@@ -214,7 +215,11 @@ def made_note(task: str, made: Sequence[str], sizes: Mapping[str, int], *, left:
 
 
 def shared_rows(task: str, rows: Mapping[str, Sequence[Hashable]]) -> list[str]:
-    """Notes on rows of dev and test, by split, that the task trains on too, and on those of test that are in dev."""
+    """Notes on rows of dev and test, by split, that the task trains on too, and on those of test that are in dev.
+
+    Texts that differ by white space or the coding of characters are the same, as for splits that are made.
+    """
+    rows = {split: [normalised(row) if isinstance(row, str) else row for row in own] for split, own in rows.items()}
     train, dev = set(rows.get("train", ())), set(rows.get("dev", ()))
     counts = {split: sum(row in train for row in own) for split, own in rows.items() if split != "train"}
     found = [f"{count} of the {len(rows[split])} {split} rows" for split, count in counts.items() if count]

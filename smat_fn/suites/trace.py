@@ -41,7 +41,7 @@ from ..models.prompts import Prompts, prompts_of
 from ..models.seq2seq import start_problems
 from ..models.top_language import top_language
 from ..types import Batch, Micro, Params
-from .sources import absolute, collect_splits, model_problems, pick_device, settled, shared_rows, tasks_of
+from .sources import absolute, collect_splits, model_problems, pick_device, settled, tasks_of
 from .suite import BaseSuite, SuiteOptions, remembered
 from .trace_rows import (
     LABELS,
@@ -53,7 +53,7 @@ from .trace_rows import (
     is_letter,
     left_out,
     letter_of,
-    pairs_of,
+    overlaps,
     plain_tasks,
     size_of,
     some_of,
@@ -181,9 +181,8 @@ class Trace(BaseSuite):
             if split != "train" and self._metric(task) in LABELS:
                 problems += unlettered(task, SPLITS[split], rows.answers)
         errors.raise_problems(problems)
-        asked: Any = self._chats if own.chat else {key: pairs_of(rows) for key, rows in self._rows.items()}
         for task in own.only or tasks:
-            self.notes += tuple(shared_rows(task, {split: list(map(str, asked[task, split])) for split in SPLITS}))
+            self.notes += tuple(overlaps(task, {split: found[task, split] for split in SPLITS}))
         if own.metric != TraceOptions.metric and all(task in TRACE_METRICS for task in tasks):
             self.notes += (f"metric {own.metric} scores no task: the paper's seven have metrics of their own",)
         elif own.only and {*own.only} <= self.plain and own.metric not in (TraceOptions.metric, "likelihood"):

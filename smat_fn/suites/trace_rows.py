@@ -1,13 +1,16 @@
 """Rows of language tasks: read, taken apart, and checked for what their metric compares."""
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from ..data.conversations import Conversation
+from ..data.conversations import ANSWERS, Conversation
 from ..data.rows import TextRows, load_conversations, load_rows, take
+from ..data.splits import normalised
 from ..errors import name_rows
 from ..evaluate.metrics import TRACE_METRICS, extract_label, first_letter_accuracy, label_accuracy
+from .sources import shared_rows
 
 TASKS = tuple(TRACE_METRICS)  # the paper's seven
 LABELS = label_accuracy, first_letter_accuracy  # of letters
@@ -62,12 +65,49 @@ def plain_tasks(every: Mapping[tuple[str, str], TextRows]) -> tuple[frozenset[st
 
 
 def asked_of(rows: TextRows | Sequence[Conversation]) -> TextRows:
-    """Rows as what they ask, without answers: a prompt may have several. Of a plain text it is all."""
+    """Rows as what they ask, without answers: a prompt may have several. Of a plain text it is all.
+
+    Of a conversation it is what the first answer is to: rows may be beginnings of one conversation.
+    """
     if isinstance(rows, TextRows):
         prompts = rows.answers if rows.plain else rows.prompts
     else:
-        prompts = tuple(str(own[:-1]) for own in rows)
+        prompts = tuple(map(_opening, rows))
     return TextRows(prompts, ("",) * len(prompts))
+
+
+def _opening(messages: Conversation) -> str:
+    """A conversation up to its first message of the user's; without one, its first message."""
+    end = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
+    return "\n".join(f"{message['role']}: {message['content']}" for message in messages[: end + 1])
+
+
+def overlaps(task: str, rows: Mapping[str, Any]) -> list[str]:
+    """Notes on rows that are in two splits (`shared_rows`), of a task's rows by split.
+
+    A conversation is in train too if it is the beginning of one there.
+    """
+    if isinstance(rows["train"], TextRows):
+        pairs = {split: [*map(_plain_pair, *own[:2])] for split, own in rows.items()}
+        return shared_rows(task, pairs)
+    begun = {split: [*map(_beginnings, own)] for split, own in rows.items()}
+    within = [key for keys in begun["train"] for key in keys]
+    return shared_rows(task, {split: [keys[-1] for keys in own] for split, own in begun.items()} | {"train": within})
+
+
+def _plain_pair(prompt: str, answer: str) -> str:
+    return f"{normalised(prompt)}\0{normalised(answer)}"
+
+
+def _beginnings(messages: Conversation) -> list[str]:
+    """A digest of the messages up to each answer; that of the last one is of all."""
+    state, found = hashlib.sha256(), []
+    for message in messages:
+        own = message["role"], normalised(message["content"]), message.get("tool_calls")
+        state.update(repr(own).encode())
+        if message["role"] == ANSWERS:
+            found.append(state.hexdigest())
+    return found
 
 
 def left_out(task: str, rows: Sequence[Sequence[str]]) -> list[str]:

@@ -756,6 +756,15 @@ def test_test_rows_that_are_dev_rows_are_said(load, tmp_path):
     assert note == "3 of the 3 test rows of mine are dev rows too: what is chosen on dev scores too high on them"
 
 
+def test_rows_of_two_splits_that_differ_by_spaces_alone_are_said(load, tmp_path):
+    write_rows(tmp_path, "mine")
+    file, rows = tmp_path / "mine" / "eval.json", json.loads((tmp_path / "mine" / "train.json").read_text())
+    spaced = [{"prompt": f" {row['prompt'].replace(' ', '  ')}\n", "answer": f"{row['answer']} "} for row in rows[:2]]
+    file.write_text(json.dumps([*spaced, {**rows[2], "answer": "another"}]))
+    (note,) = load(data=str(tmp_path)).notes
+    assert note == "2 of the 3 test rows of mine are training rows too: scores on them are too high"
+
+
 CHAT = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -791,6 +800,35 @@ def test_splits_of_conversations_are_made_by_what_the_answer_is_to(load, chattin
     assert [len(prompts) for prompts in asked.values()] == [7, 1, 2]
     assert len(set.union(*asked.values())) == 10
     assert len(suite._rows["own", "train"].answers) == 14  # two to each prompt
+
+
+def turns(name, count):
+    """A row for each answer of a conversation."""
+    talk = [{"role": role, "content": f"{name} {i} {role}"} for i in range(count) for role in ("user", "assistant")]
+    return [{"messages": talk[: 2 * i + 2]} for i in range(count)]
+
+
+def test_no_made_split_has_rows_of_a_conversation_that_train_has(load, chatting, tmp_path):
+    (tmp_path / "own").mkdir()
+    rows = [row for word in WORDS for row in turns(word, 3)]
+    (tmp_path / "own/train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    suite = load(model=chatting["model"], data=str(tmp_path), chat=True)
+    begun = {split: {own[0]["content"] for own in suite._chats["own", split]} for split in ("train", "dev", "test")}
+    assert sum(map(len, begun.values())) == len(set.union(*begun.values())) == len(set(WORDS))
+    assert sum(len(suite._chats["own", split]) for split in begun) == 3 * len(WORDS)
+    assert not any("training rows too" in note for note in suite.notes)
+
+
+def test_rows_that_a_conversation_of_train_begins_with_are_said(load, chatting, tmp_path):
+    (tmp_path / "own").mkdir()
+    first, second, whole = turns("the", 3)
+    other = {"messages": [first["messages"][0], {"role": "assistant", "content": "another"}]}
+    spaced = {"messages": [{**message, "content": f" {message['content']}"} for message in second["messages"]]}
+    for split, rows in (("train", [whole]), ("dev", [first, other]), ("eval", [spaced, *turns("rate", 1)])):
+        (tmp_path / f"own/{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    note, *_ = load(model=chatting["model"], data=str(tmp_path), chat=True).notes
+    counts = "1 of the 2 dev rows and 1 of the 2 test rows of own"
+    assert note == f"{counts} are training rows too: scores on them are too high"
 
 
 def test_conversations_are_trained_and_scored_by_the_template(load, chatting):
