@@ -11,7 +11,7 @@ from ..errors import and_more, raise_problems
 from ..models.head import IGNORED
 from ..models.pretrained import check_tokenizer
 from .conversations import is_trained
-from .text import Cut, Example, Truncate, fit_problems, kept_places
+from .text import Cut, Example, Truncate, cut_of, fit_problems, kept_places
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]  # with role and content; a `Conversation` may have tools
 Span: TypeAlias = tuple[int, int]  # characters of a rendered conversation
@@ -161,17 +161,13 @@ def encode(
     return examples
 
 
-def cut_report(conversations: Sequence[Messages], tokenizer: Any, *, max_length: int = 512) -> Cut:
-    """Effect of "right" truncation on the rows: ``eos`` counts those that lose the end of their last answer."""
-    count, ends, answers, lost = 0, 0, 0, 0
-    longest = 0
-    for ids, labels in _tokens(conversations, tokenizer):
-        places = [i for i, label in enumerate(labels) if label != IGNORED]
-        count, longest = count + 1, max(longest, len(ids))
-        ends += places[-1] >= max_length
-        answers += places[-1] - 1 >= max_length
-        lost += places[0] >= max_length
-    return Cut(count, ends / count, answers / count, lost / count, longest)
+def cut_report(
+    conversations: Sequence[Messages], tokenizer: Any, *, max_length: int = 512, truncate: Truncate = "right"
+) -> Cut:
+    """Effect of truncation on the rows: ``eos`` counts those that lose the end of their last answer."""
+    found = _tokens(conversations, tokenizer)
+    answers = ((ids, [i for i, label in enumerate(labels) if label != IGNORED]) for ids, labels in found)
+    return cut_of(answers, tokenizer.bos_token_id, max_length, truncate)
 
 
 def ends_by(conversation: Messages, tokenizer: Any) -> frozenset[int]:

@@ -3,8 +3,10 @@
 A tokenizer is one of ``transformers``; only its call, its special ids and its vocabulary are used.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import repeat
+from statistics import fmean
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from torch import Tensor
@@ -30,7 +32,7 @@ class Example(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """The effect of "right" truncation on the rows of a task, as shares from 0 to 1 of ``rows``."""
+    """The effect of truncation on the answers of a task, as shares from 0 to 1 of ``rows``."""
 
     rows: int
     eos: float  # EOS is lost, and maybe more
@@ -38,11 +40,12 @@ class Cut(NamedTuple):
     whole_answer: float  # no token of the answer is left
     longest: int  # tokens of the longest row, EOS included
     texts: int = 0  # plain texts that the rows are windows of, 0: rows of prompts and answers
+    middle: float = 0.0  # EOS or a part of the answer would be lost by "prompt-middle" too
 
     def among(self, rows: int) -> "Cut":
         """The effect on so many rows, of which all that are cut are counted here."""
-        eos, answer, whole_answer = (round(share * self.rows) / rows for share in self[1:4])
-        return Cut(rows, eos, answer, whole_answer, self.longest)
+        eos, answer, whole_answer, middle = (round(share * self.rows) / rows for share in (*self[1:4], self.middle))
+        return Cut(rows, eos, answer, whole_answer, self.longest, middle=middle)
 
 
 def pad_id(tokenizer: Any) -> int:
@@ -160,8 +163,10 @@ def split(batch: Mapping[str, Tensor], parts: int, *, multiple: int = MULTIPLE) 
     return found
 
 
-def cut_report(rows: Mapping[str, Sequence[Row]], tokenizer: Any, *, max_length: int = 512) -> dict[str, Cut]:
-    """Per task, the shares of rows whose answer or EOS "right" truncation cuts.
+def cut_report(
+    rows: Mapping[str, Sequence[Row]], tokenizer: Any, *, max_length: int = 512, truncate: Truncate = "right"
+) -> dict[str, Cut]:
+    """Per task, the shares of rows whose answer or EOS truncation cuts.
 
     Args: rows: task -> pairs of prompt and answer.
     Raises: ValueError for a tokenizer without EOS and for a task without rows.
@@ -169,17 +174,26 @@ def cut_report(rows: Mapping[str, Sequence[Row]], tokenizer: Any, *, max_length:
     raise_problems([f"task {task!r} has no rows: leave it out" for task, pairs in rows.items() if not pairs])
     report = {}
     for task, pairs in rows.items():
-        found = [(len(ids), start) for ids, start in _tokens(pairs, tokenizer, apart=True)]
-        (lengths, starts), n = zip(*found, strict=True), len(pairs)
-        answers = [start < length - 1 for start, length in zip(starts, lengths, strict=True)]
-        report[task] = Cut(
-            n,
-            sum(length > max_length for length in lengths) / n,
-            sum(length - 1 > max_length and there for length, there in zip(lengths, answers, strict=True)) / n,
-            sum(start >= max_length and there for start, there in zip(starts, answers, strict=True)) / n,
-            max(lengths),
-        )
+        found = _tokens(pairs, tokenizer, apart=True)
+        answers = ((ids, range(start, len(ids))) for ids, start in found)
+        report[task] = cut_of(answers, tokenizer.bos_token_id, max_length, truncate)
     return report
+
+
+def cut_of(rows: Iterable[tuple[Sequence[int], Sequence[int]]], bos: int | None, limit: int, truncate: Truncate) -> Cut:
+    """The effect of truncation to ``limit`` tokens on rows of tokens, and of positions of answers and their end."""
+    ends, parts, whole, middle = (list[bool]() for _ in range(4))
+    longest = 0
+    for ids, places in rows:
+        longest = max(longest, len(ids))
+        cut = partial(kept_places, len(ids), places[0], limit, bos=ids[0] == bos)
+        kept, otherwise = {*cut(truncate)}, {*cut("prompt-middle")}
+        answer = [place in kept for place in places[:-1]]
+        ends.append(places[-1] not in kept)
+        parts.append(not all(answer))
+        whole.append(bool(answer) and not any(answer))
+        middle.append(not otherwise.issuperset(places))
+    return Cut(len(ends), fmean(ends), fmean(parts), fmean(whole), longest, middle=fmean(middle))
 
 
 def fit_problems(largest: Sequence[int], vocabulary: int) -> list[str]:

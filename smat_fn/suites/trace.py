@@ -95,7 +95,8 @@ class TraceOptions(SuiteOptions):
     max_length: int = 512
     """Maximum number of tokens of a training row; longer plain texts are split into such windows, for scores too."""
     truncate: text.Truncate = "right"
-    """Long rows keep: right: their first tokens; left: BOS and the last tokens; prompt-middle: answer and EOS."""
+    """Long rows keep: right: their first tokens; left: BOS and the last tokens; prompt-middle: answer and EOS, of
+    conversations all from the first answer on, cut at their end if these alone are too long."""
     mask_prompt: bool = False
     """Compute the loss on the answer alone, not on the prompt too."""
     chat: bool = False

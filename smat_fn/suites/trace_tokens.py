@@ -148,11 +148,13 @@ class Tokens:
         places = [place for place, count in enumerate(lengths) if count >= self._limit]
         if not places:
             return text.Cut(len(lengths), 0.0, 0.0, 0.0, max(lengths))
+        cut: dict[str, Any] = {"max_length": self._limit}
+        cut |= {} if self.pair else {"truncate": self._truncate}
         if self._chats:
             chats = some_of(self._chats[task, "train"], places)
-            return chat.cut_report(chats, self._tokenizer, max_length=self._limit).among(len(lengths))
+            return chat.cut_report(chats, self._tokenizer, **cut).among(len(lengths))
         rows = {task: pairs_of(some_of(self._rows[task, "train"], places))}
-        report: dict[str, text.Cut] = self.form.cut_report(rows, self._tokenizer, max_length=self._limit)
+        report: dict[str, text.Cut] = self.form.cut_report(rows, self._tokenizer, **cut)
         return report[task].among(len(lengths))
 
     def problems(self, task: str, new: Mapping[str, int], *, read: bool) -> list[str]:

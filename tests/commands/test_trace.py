@@ -100,7 +100,7 @@ def test_a_dry_run_prints_what_would_be_trained_and_writes_nothing(inputs, exits
     ):  # fmt: skip
         assert part in told
     assert exits("train.py", "smat", *words, *more, "--suite-options", "truncate", "left") is None
-    assert "cut on the right" not in capsys.readouterr().out  # shares of another way to cut
+    assert "cut on the left: 0.0% lose EOS" in capsys.readouterr().out
     # of your own data the experts that MergOPT's offsets count are the tasks, also where one of them is trained alone
     own = ("--preset", "lm", "--tasks", "MeetingBank", *words[2:], *more)
     for tasks, count in ((["MeetingBank"], 2), (["MeetingBank", "a", "b"], 3)):  # one expert has a partner elsewhere

@@ -121,6 +121,9 @@ def test_a_long_conversation_is_cut_as_other_rows_are(tokenizer):
     cut = chat.cut_report([TALK], tokenizer, max_length=12)
     assert (cut.rows, cut.eos, cut.answer, cut.whole_answer) == (1, 1.0, 1.0, 1.0)
     assert chat.cut_report([TALK], tokenizer).eos == 0
+    for truncate, lost in (("prompt-middle", (1.0, 1.0, 0.0)), ("left", (0.0, 1.0, 0.0))):  # of two answers one is left
+        assert chat.cut_report([TALK], tokenizer, max_length=20, truncate=truncate)[1:4] == lost
+    assert chat.cut_report([TALK[:3]], tokenizer, max_length=20, truncate="prompt-middle")[1:4] == (0, 0, 0)
 
 
 def test_a_template_that_renders_a_beginning_otherwise_is_refused(tokenizer):

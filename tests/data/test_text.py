@@ -221,13 +221,18 @@ def test_cut_report_counts_rows_by_what_they_lose(plain):
     limit = lengths["one"][0]
     got = text.cut_report(rows, plain, max_length=limit)
     assert lengths["one"][1] > limit + 1
-    assert got["one"] == text.Cut(3, 2 / 3, 2 / 3, 1 / 3, max(lengths["one"]))
+    assert got["one"] == text.Cut(3, 2 / 3, 2 / 3, 1 / 3, max(lengths["one"]), middle=1 / 3)
     assert got["two"] == text.Cut(1, 0, 0, 0, lengths["two"][0])
     # one token less: the first row loses EOS and keeps its answer
     assert text.cut_report(rows, plain, max_length=limit - 1)["one"][1:4] == (1, 2 / 3, 1 / 3)
     start = 1 + len(pieces(plain, *rows["one"][2])[0])  # the place of the answer's first token
     lost = [text.cut_report({"t": rows["one"][2:]}, plain, max_length=size)["t"] for size in (start, start + 1)]
     assert [cut.whole_answer for cut in lost] == [1, 0]
+    for truncate in ("prompt-middle", "left"):  # of these rows the second answer alone is longer than all that is kept
+        cut = text.cut_report(rows, plain, max_length=limit, truncate=truncate)["one"]
+        assert cut[1:4] == (1 / 3 if truncate == "prompt-middle" else 0, 1 / 3, 0)
+        kept = [own.input_ids[-1] == EOS for own in encode(rows["one"], plain, max_length=limit, truncate=truncate)]
+        assert kept == [True, truncate == "left", True]
     with pytest.raises(ValueError, match="task 'none' has no rows"):
         text.cut_report({"none": []}, plain)
 

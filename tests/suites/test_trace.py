@@ -175,8 +175,9 @@ def test_options_reach_the_rows(load, suite):
     assert batch["input_ids"].shape == (2, 8)
     assert int(batch["attention_mask"].sum()) == 12
     assert int((batch["labels"] >= 0).sum()) < 12
-    assert short.cuts("FOMC").rows == 5
-    assert short.cuts("FOMC").eos == 1
+    assert short.cuts("FOMC")[:4] == (5, 0, 0, 0), "prompts alone are cut"
+    assert load(max_length=6, rows=5).cuts("FOMC").eos == 1
+    assert load(max_length=2, rows=5, truncate="prompt-middle").cuts("FOMC")[:4] == (5, 1, 0, 0)
     assert suite.cuts("FOMC").eos == 0
 
 

@@ -114,10 +114,12 @@ def _task_line(suite: Suite, task: str, training: Training) -> str:
     cut = suite.cuts(task)
     rows = f"{cut.texts} texts in {cut.rows} windows" if cut.texts else f"{cut.rows} rows"
     line = f"{line}, {rows} of up to {cut.longest} tokens"
-    if suite.recipe.get("truncate", "right") != "right" or (cut.texts and not cut.eos and not cut.answer):
-        return line  # the shares are of rows that are cut on the right; plain texts are not cut
+    if cut.texts and not cut.eos and not cut.answer:
+        return line  # plain texts are not cut
+    kept = suite.recipe.get("truncate", "right")
+    place = "in the middle of prompts" if kept == "prompt-middle" else f"on the {'left' if kept == 'left' else 'right'}"
     shares = f"{cut.eos:.1%} lose EOS, {cut.answer:.1%} a part of the answer, {cut.whole_answer:.1%} all of it"
-    return f"{line}; cut on the right: {shares}"
+    return f"{line}; cut {place}: {shares}"
 
 
 def _listed(values: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ from .variants import without_auto
 
 
 def cut_notes(suite: Suite, tasks: Sequence[str]) -> list[str]:
-    """Notes on training rows that lose their end, so that answers are not learned whole, and on split texts."""
+    """Notes on training rows whose answers are cut, so that they are not learned whole, and on split texts."""
     if suite.cuts is None:
         return []
     notes = []
@@ -27,17 +27,19 @@ def cut_notes(suite: Suite, tasks: Sequence[str]) -> list[str]:
                 f"note: some of the {cut.texts} training texts of {task} have more than max_length "
                 f"{suite.recipe['max_length']} tokens: all are trained as {cut.rows} windows"
             )
-        if suite.recipe.get("truncate", "right") != "right":
-            continue  # the shares are of rows that are cut on the right
-        cut_rows, part, whole = (round(share * cut.rows) for share in (cut.eos, cut.answer, cut.whole_answer))
+        shares = cut.eos, cut.answer, cut.whole_answer, cut.middle
+        cut_rows, part, whole, middle = (round(share * cut.rows) for share in shares)
+        count = max(cut_rows, part)
         # not of encoder-decoders, which lose answers alone
-        middle = ", or --suite-options truncate prompt-middle," if cut_rows else ""
-        if cut_rows or part:
+        kept = count - middle if cut_rows and suite.recipe.get("truncate", "right") == "right" else 0
+        other = "--suite-options truncate prompt-middle"
+        way = f", or {other}, keeps answers" if kept == count else " keeps answers"
+        way += f", {other} those of {kept} of these rows" if 0 < kept < count else ""
+        if count:
             notes.append(
-                f"note: {max(cut_rows, part)} of the {cut.rows} training rows of {task} "
-                f"{'is' if max(cut_rows, part) == 1 else 'are'} cut at max_length {suite.recipe['max_length']}, "
-                f"{max(part - whole, 0)} of them within the answer, {whole} before it: "
-                f"--max-length {cut.longest}{middle} keeps answers"
+                f"note: {count} of the {cut.rows} training rows of {task} {'is' if count == 1 else 'are'} cut at "
+                f"max_length {suite.recipe['max_length']}, {max(part - whole, 0)} of them within the answer, {whole} "
+                f"before it: --max-length {cut.longest}{way}"
             )
     return notes
 

@@ -107,7 +107,17 @@ def test_training_rows_that_lose_their_end_are_notes(suite, train, tmp_path):
     assert cut_notes(one, ("hawk",))[0].startswith(
         "note: 1 of the 48 training rows of hawk is cut at max_length 64, 0 of them within the answer, 1 before it: "
     )
-    assert cut_notes(own.replace(recipe={"max_length": 64, "truncate": "left"}), ("rot90",)) == []
+    some = own.replace(cuts=lambda task: Cut(8, 0.5, 0.5, 0.125, 700, middle=0.25))
+    assert cut_notes(some, ("hawk",))[0].endswith(
+        "--max-length 700 keeps answers, --suite-options truncate prompt-middle those of 2 of these rows"
+    )
+    for truncate in ("left", "prompt-middle"):
+        other = own.replace(recipe={"max_length": 64, "truncate": truncate})
+        assert cut_notes(other, ("rot90",))[0].endswith(" 1 before it: --max-length 700 keeps answers")
+    none = own.replace(cuts=lambda task: Cut(8, 0.5, 0.5, 0, 700, middle=0.5))
+    assert cut_notes(none, ("hawk",))[0].endswith(
+        " 4 of them within the answer, 0 before it: --max-length 700 keeps answers"
+    )
     assert cut_notes(suite, ("rot90",)) == []
     told = []
     train(tmp_path, tasks=("rot90",), suite=own, report=told.append)
