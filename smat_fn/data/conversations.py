@@ -37,7 +37,7 @@ def tools_in(value: Any) -> Any:
     """The tools of a row's value, which is a list or a JSON text of one; what is neither stays as it is."""
     if isinstance(value, str):
         with suppress(ValueError):
-            value = json.loads(value or "[]")
+            value = json.loads(value or "null") or ()
         return value
     return without_nulls(value) or ()
 

@@ -200,7 +200,7 @@ def _check_folder(split: Path) -> None:
     tables = sorted(f.name for f in inside if f.suffix in SUFFIXES)
     if tables and not any(f.is_dir() for f in inside):
         way = f"move the rows into one file, {split}{Path(tables[0]).suffix}"
-        complain(split, [f"a folder with {', '.join(tables[:3])} in it is no split: {way}"])
+        complain(split, [f"a folder with {', '.join(tables[:3])} in it is not a split: {way}"])
 
 
 def _kind(texts: Sequence[str], names: Mapping[str, str], named: Set[str], there: Sequence[str]) -> Sequence[str]:

@@ -91,7 +91,7 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"ci
 
 def test_a_template_gets_the_tools_of_a_row(tokenizer, tmp_path):
     kept, tokenizer.chat_template = tokenizer.chat_template, "{{ tools | tojson if tools else 'none' }}" + TEMPLATE
-    stored = [{"messages": TALK, "tools": tools} for tools in (TOOLS, json.dumps(TOOLS), [], "", None)]
+    stored = [{"messages": TALK, "tools": tools} for tools in (TOOLS, json.dumps(TOOLS), [], "null", None)]
     found = rows.load_conversations(write(tmp_path, stored), "task", "train")
     try:
         texts, _, lost = chat.render(found, tokenizer)

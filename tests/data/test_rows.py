@@ -622,7 +622,7 @@ def test_a_split_that_is_missing_is_told_from_a_task_that_is(tmp_path):
 def test_files_in_a_folder_of_a_splits_name_are_told_their_place(tmp_path):
     (tmp_path / "task").mkdir()
     write(tmp_path, "task/test", "data.jsonl", '{"prompt": "a", "answer": "b"}')
-    told = r"a folder with data\.jsonl in it is no split: move the rows into one file, .*/task/test\.jsonl"
+    told = r"a folder with data\.jsonl in it is not a split: move the rows into one file, .*/task/test\.jsonl"
     for read in (load_rows, load_conversations):
         with pytest.raises(ValueError, match=told):
             read(tmp_path, "task", "eval")
