@@ -87,9 +87,10 @@ def _rendered(messages: Messages, tokenizer: Any) -> tuple[str, list[Span], tupl
             raise ValueError(f"it renders message {i} otherwise when more follow: give that answer its own row")
         what = _unwritten(message, end[len(front) :])
         if what and _unwritten(message, end.removeprefix(write(messages[:i]))):  # <think> may be in the prompt's end
+            way = "" if i + 1 == len(messages) else ", or give the answer weight 0"  # the last one is scored
             raise ValueError(
                 f"it does not write all of {what} in message {i}, an answer: change the template "
-                "(chat_template.jinja), edit the row, or give the answer weight 0"
+                f"(chat_template.jinja) or the row{way}"
             )
         own.append((len(front), len(end)))
     if getattr(messages, "tools", None) and whole == write(messages, tools=None):
