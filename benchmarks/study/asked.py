@@ -37,7 +37,7 @@ def write_rows(source: str, folder: Path) -> Path:
         The folder.
     """
     for task, asked in TASKS.items():
-        splits, names, _ = load_task(f"{source}/{task}")
+        splits, names, *_ = load_task(f"{source}/{task}")
         classes = asked.classes or tuple(name.replace("_", " ") for name in names)
         (folder / task).mkdir(parents=True, exist_ok=True)
         for split, rows in splits.items():
