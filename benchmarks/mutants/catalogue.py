@@ -204,7 +204,7 @@ MUTANTS = [
         ("            _set(states)\n", ""),
         ("                vars(trainer).update(call.numbers)\n", ""),
         ("            vars(trainer).update(before)\n", ""),
-        ("copy.deepcopy(before[name])", "before[name]"),
+        ("_copied(before[name])", "before[name]"),
         ("if batch is call.inputs:", "if True:"),
         ("again = copy.copy(inputs)", "again = inputs"),
         ("made[name] = _copied(value)", "made[name] = value"),
@@ -215,7 +215,7 @@ MUTANTS = [
     ),
     *_of(
         "data/splits.py",
-        ("kept |= {i for i", "kept |= set() and {i for i"),
+        ("chosen -= {parts", "chosen -= set() and {parts"),
         ("if not 0 < size < len(clean):", "if not size < len(clean):"),
     ),
     *_of(
@@ -1091,7 +1091,7 @@ MUTANTS = [
     *_of("scripts/train/dev_curve.py:DevCurve", ("world.led(lambda: self._measure(params))", "self._measure(params)")),
     *_of(
         "scripts/train/training.py:Kept",
-        ("self._world.led(lambda: self._snapshot(step, now))", "self._snapshot(step, now)"),
+        ("self._world.led(lambda: self._snapshot(step, params))", "self._snapshot(step, params)"),
     ),
     *_of("parallel/shards.py:base_shards", ("settle(module)", "reshard(module)")),
     *_of("parallel/shards.py:total_of", ("dist.all_reduce(summed, group=group)", "pass")),
