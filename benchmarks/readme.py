@@ -473,8 +473,14 @@ def _again(result: dict[str, Any]) -> str:
 
 def _later(result: dict[str, Any]) -> str:
     """Sentences on rows that are not of the run of all."""
-    found = dict.fromkeys((row["merger"], row["commit"][:7]) for row in result["rows"] if "commit" in row)
-    return "".join(f" Our numbers of {name} are from a later run, at commit {commit}." for name, commit in found)
+    found = dict[tuple[str, str], list[str]]()
+    for row in result["rows"]:
+        if "commit" in row:
+            found.setdefault((row["merger"], row["commit"][:7]), []).append(row["case"])
+    return "".join(
+        f" Our numbers of {name} ({', '.join(cases)}) are from a later run, at commit {commit}."
+        for (name, commit), cases in found.items()
+    )
 
 
 def _alone(cases: Mapping[str, Sequence[dict[str, Any]]]) -> str:
