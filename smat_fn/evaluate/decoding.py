@@ -300,7 +300,7 @@ def stops(module: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(i for i in [*several, tokenizer.eos_token_id] if i is not None)
 
 
-def left_out(tokenizer: Any, answers: Iterable[str]) -> list[str]:
+def special_answers(tokenizer: Any, answers: Iterable[str]) -> list[str]:
     """A note on answers with special tokens, which no decoded text has."""
     whole = "\n".join(answers)
     found = [repr(token) for token in tokenizer.all_special_tokens if token in whole]

@@ -274,8 +274,8 @@ class Trace(BaseSuite):
                 where = f"of the {len(rows.answers)} answers of {task} ({SPLITS[split]})"
                 yield from (f"{where} {text}" for text in uncounted(self._metric(task), rows.answers))
             if split != "train" and not self._by_likelihood(task):
-                left_out = decoding.left_out(lm.tokenizer, rows.answers)
-                yield from (f"answers of {task} ({SPLITS[split]}) {text}" for text in left_out)
+                special = decoding.special_answers(lm.tokenizer, rows.answers)
+                yield from (f"answers of {task} ({SPLITS[split]}) {text}" for text in special)
             if self._by_likelihood(task) == "choice" and (count := sum(map(_begun, rows.choices))):
                 yield (
                     f"in {count} of the {len(rows.choices)} rows of {task} ({SPLITS[split]}) a choice begins another "

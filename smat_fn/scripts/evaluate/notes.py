@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ... import errors
 from ...evaluate.metrics import TRACE_METRICS
-from ..merge.experts.suite import changed_rows, unlike
+from ..merge.experts.suite import changed_rows, rows_now, unlike
 from .models import BASE, Model
 
 _OF_SCORES = "metric", "rows", "max_new_tokens", "repeats"  # options of suites that say what a score is of
@@ -24,9 +24,7 @@ def other_rows(models: Sequence[Model]) -> list[str]:
         found.setdefault(task, {}).setdefault(rows["hash"], []).append(f"{name} on {rows.get('count')} rows")
         if text := changed_rows(suite, task, manifest, "test"):
             notes.append(f"the expert of {task} of {name} {text}")
-        # a language suite would tokenize them all
-        known = getattr(suite, "OWN_HEADS", False) and suite.recipe == manifest["suite"]
-        now = suite.train_rows(task) if known and suite.train_rows is not None else rows
+        now = rows_now(suite, task, manifest) or rows
         if now.get("classes", ()) != rows.get("classes", now.get("classes", ())):
             notes.append(f"the expert of {task} of {name} was trained under other class names than {task} has now")
     for task, own in found.items():

@@ -98,26 +98,31 @@ def made_problems(suite: Suite, experts: Sequence[str], split: str) -> list[str]
 _OF_ROWS = "model", "data", "columns", "chat", "rows"  # options of a suite that its training rows depend on
 
 
-def changed_rows(suite: Suite, task: str, manifest: Mapping[str, Any], split: str) -> str:
-    """A note on an expert whose training rows are not those that the data hold now, without its name; "" for none.
+def rows_now(suite: Suite, task: str, manifest: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Facts of the rows that the data hold now for an expert, as of those in its manifest; None where not known.
 
     Suites that would have to read images or tokenize for that are not asked.
+    """
+    rows_hash: Any = getattr(suite, "rows_hash", None)
+    recipe = manifest.get("suite") or {}
+    if "hash" not in (manifest.get("train_rows") or {}) or task not in suite.tasks:
+        return None
+    if rows_hash is not None and all(suite.recipe.get(name) == recipe.get(name) for name in _OF_ROWS):
+        return {"hash": rows_hash(task)}
+    if getattr(suite, "OWN_HEADS", False) and suite.recipe == recipe and suite.train_rows is not None:
+        return suite.train_rows(task)
+    return None
+
+
+def changed_rows(suite: Suite, task: str, manifest: Mapping[str, Any], split: str) -> str:
+    """A note on an expert whose training rows are not `rows_now`, without its name; "" for none.
 
     Args: split: that it is scored on.
     """
-    rows, recipe = manifest.get("train_rows") or {}, manifest.get("suite") or {}
-    rows_hash: Any = getattr(suite, "rows_hash", None)
-    if "hash" not in rows or task not in suite.tasks:
+    now = rows_now(suite, task, manifest)
+    if now is None or now["hash"] == manifest["train_rows"]["hash"]:
         return ""
-    if rows_hash is not None and all(suite.recipe.get(name) == recipe.get(name) for name in _OF_ROWS):
-        now = rows_hash(task)
-    elif getattr(suite, "OWN_HEADS", False) and suite.recipe == recipe and suite.train_rows is not None:
-        now = suite.train_rows(task)["hash"]
-    else:
-        return ""
-    if now == rows["hash"]:
-        return ""
-    place = f"{rows['from']} holds now, or in another order"
+    place = f"{manifest['train_rows']['from']} holds now, or in another order"
     return f"was trained on other rows than {place}: rows of {split} may have been among them"
 
 
