@@ -18,6 +18,7 @@ Span: TypeAlias = tuple[int, int]  # characters of a rendered conversation
 _TODAY = datetime(2024, 7, 26)  # for templates that write the date: Llama 3's own default
 _NOW = re.compile(r"""strftime_now\((["'])(.*?)\1\)""")
 _MARK = "\ue000"  # stands for an answer; in no text
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of messages that templates put before the content
 
 
 class Rendered:
@@ -107,7 +108,10 @@ def _unwritten(message: Mapping[str, Any], text: str) -> str:
     calls = message.get("tool_calls") or ()
     functions = [call.get("function", call) for call in calls if isinstance(call, Mapping)]
     names = [str(own["name"]) for own in functions if isinstance(own, Mapping) and "name" in own]
-    return next((f"the call of {name}" for name in names if name not in text), "")
+    if lost := next((f"the call of {name}" for name in names if name not in text), ""):
+        return lost
+    thoughts = {name: message[name] for name in _THOUGHTS if is_trained(message) and isinstance(message.get(name), str)}
+    return next((f"the {name}" for name, own in thoughts.items() if _unspaced(own) not in _unspaced(text)), "")
 
 
 def _unspaced(text: str) -> str:

@@ -156,6 +156,7 @@ LAST = "{{ m.content.split('</think>')[-1] }}"
         (LAST, {"content": "<think>1 + 1</think>two"}, "'<think>1 .*</think>two'"),
         ("{{ m.content if m.role != 'assistant' }}", {"content": "1"}, "'1'"),  # which the prompt has
         ("{{ m.content }}", {"content": "", "tool_calls": [CALL]}, "the call of weather"),
+        ("{{ m.content }}", {"content": "two", "reasoning_content": "1 + 1"}, "the reasoning_content"),
     ],
 )
 def test_a_template_that_leaves_out_a_trained_answer_is_refused(tokenizer, written, answer, told):
@@ -169,7 +170,7 @@ def test_a_template_that_leaves_out_a_trained_answer_is_refused(tokenizer, writt
         lost = chat.render([[*TALK[:2], {**own, "weight": 0}, TALK[1], more]], tokenizer)[2]
     finally:
         tokenizer.chat_template = kept
-    assert lost == [() if told == "'1'" else ("assistant messages",)]
+    assert lost == [() if told in ("'1'", "the reasoning_content") else ("assistant messages",)]
 
 
 def test_what_a_template_leaves_out_beside_answers_is_named_by_row(tokenizer):
