@@ -464,7 +464,11 @@ MUTANTS = [
         ("cos.clamp(min=0) if clamp else cos", "cos"),
         (".clamp_(-1, 1)", ""),
     ),
-    *_of("merge/multislerp.py:_weights", ("plain_sum(numbers) if normalize else 1.0", "plain_sum(numbers)")),
+    *_of(
+        "merge/multislerp.py:MultiSlerp",
+        ("divisor_of(weights, normalize=self.normalize)", "divisor_of(weights, normalize=True)"),
+        ("coef_of(path, own)", "coef_of('', own)"),
+    ),
     *_of("merge/parts/arithmetic.py:plain_sum", ("reduce(operator.add, numbers, 0.0)", "math.fsum(numbers)")),
     *_of("merge/magmax.py", ("high >= -low", "high > -low"), ("high >= -low", "high >= low")),
     *_of(
@@ -597,11 +601,13 @@ MUTANTS = [
     ),
     *_of(
         "merge/karcher.py",
-        ("[1 / len(norms)] * len(norms)", "[1.0] * len(norms)"),
+        ("not live:\n        return [weight / total for", "not live:\n        return [weight for"),
+        ("not max_iter:", "max_iter:"),
+        ("leaves.names(path)]", "leaves.experts]"),
         ("max(tol, _OPPOSITE)", "tol"),
         ("s - pull * cos * x", "s + pull * cos * x"),
-        ("angle / math.sin(angle) / len(live)", "angle / len(live)"),
-        ("math.fsum(norms) / len(norms)", "math.fsum(norms) / len(live)"),
+        ("angle / math.sin(angle) * weight", "angle * weight"),
+        ("in zip(weights, norms, strict=True)) / total", "in zip(weights, norms, strict=True)) / whole"),
     ),
     *_of(
         "merge/ram.py",
@@ -734,8 +740,8 @@ MUTANTS = [
     ),
     *_of(
         "merge/nearswap.py",
-        (".clamp(-self.t, self.t)", ".clamp(0, self.t)"),
-        ("0 < self.t <", "0 <= self.t <"),
+        (".clamp(-t, t)", ".clamp(0, t)"),
+        ("if not 0 < t <", "if not 0 <= t <"),
         ("least=1, most=1", "least=1, most=2"),
     ),
     *_of(

@@ -7,11 +7,12 @@ from ..types import Params
 from .parts import looped
 from .parts.arithmetic import plain_sum, weighted
 from .parts.chunks import Fuse
-from .parts.inputs import Experts, type_problems
+from .parts.coefs import Rules, coef_of
+from .parts.inputs import Experts
 from .parts.merger import Mapped, Merger, Rule, merged, vector_function
-from .weighted_average import given_weights, no_sum
+from .weighted_average import divisor_of, equal_or_given
 
-Weights = Mapping[str, float] | Sequence[float]
+Weights = Mapping[str, Rules] | Sequence[Rules]
 _EPS = 1e-8
 _CANCELS = 1e-6  # far above sqrt(2^-52), the size that rounding of inner products leaves of 0
 
@@ -24,12 +25,14 @@ def multislerp(
     mergekit's method continues from m along the mean of the tangent vectors at m; that mean is 0, for the weights are
     the same. Norms count as 1e-8 more than they are, as there. One expert is itself. Where the directions cancel out,
     ‖m‖ up to 1e-6 Σ_i |w_i|, as for a scalar that half of the experts raise, a leaf gets Σ_i w_i Δ_i.
+    Without a base it is `karcher` with ``max_iter`` 0.
 
     Args:
         base: tree that the experts were trained from.
         experts: {name: tree} or a list of trees.
         coef: γ, finite; mergekit has none, which is 1.
-        weights: {name: w} or a list of them in the experts' order, finite; none: equal.
+        weights: {name: w} or a list of them in the experts' order, finite; a w may be {glob: number} by leaf; none:
+            equal.
         normalize: False takes the w_i as they are, whatever their sum; none: 1.
 
     Returns:
@@ -66,20 +69,6 @@ def _size(parts: Sequence[float], products: list[list[float]]) -> float:
     return max(square, 0.0) ** 0.5
 
 
-def _weights(experts: Experts, weights: Weights, *, normalize: bool) -> tuple[list[str], list[float]]:
-    """Problems, and weights, that sum to 1 with ``normalize``."""
-    equal = hasattr(weights, "__len__") and not len(weights) and isinstance(experts, (Mapping, list, tuple))
-    problems, given = given_weights(experts, [1.0] * len(experts) if equal else weights, False)
-    numbers = [weight for weight in given.values() if not isinstance(weight, Mapping)]
-    if len(numbers) < len(given):
-        problems.append("weights differ by parameter: multislerp takes one number for each expert")
-    total = plain_sum(numbers) if normalize else 1.0
-    if not problems and numbers and normalize:
-        problems += type_problems(**{"the sum of weights": total})
-        problems += ["the sum of weights is 0: give other weights"] if no_sum(numbers) else []
-    return problems, [weight / total for weight in numbers] if not problems else []
-
-
 @dataclass(frozen=True)
 class MultiSlerp(Merger):
     """Multi-SLERP: for every parameter the mean direction of all task vectors, at their mean norm."""
@@ -94,16 +83,21 @@ class MultiSlerp(Merger):
     """Divide the weights by their sum."""
 
     def problems(self, experts: Experts) -> list[str]:
-        return _weights(experts, self.weights, normalize=self.normalize)[0]
+        return equal_or_given(experts, self.weights, normalize=self.normalize)[0]
 
     def rule(self, leaves: Mapped) -> Rule:
-        _, weights = _weights(dict.fromkeys(leaves.experts), self.weights, normalize=self.normalize)
+        _, given = equal_or_given(dict.fromkeys(leaves.experts), self.weights, normalize=self.normalize)
+
+        def shares(path: str) -> list[float]:
+            weights = [coef_of(path, own) for own in given.values()]
+            total = divisor_of(weights, normalize=self.normalize)
+            return shares_of(leaves.gram(path), [weight / total for weight in weights])
 
         def fuse(path: str) -> Fuse:
-            shares = shares_of(leaves.gram(path), weights)
-            return lambda piece: weighted(piece.deltas, shares)
+            found = shares(path)
+            return lambda piece: weighted(piece.deltas, found)
 
-        return Rule(fuse, loop=lambda path: looped.weighted_sum(shares_of(leaves.gram(path), weights)))
+        return Rule(fuse, loop=lambda path: looped.weighted_sum(shares(path)))
 
 
 multislerp_vector = vector_function(MultiSlerp)

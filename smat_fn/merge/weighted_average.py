@@ -57,7 +57,8 @@ def divisor_of(weights: Sequence[float], *, normalize: bool) -> float:
     """The sum of weights, or 1, by which a weighted sum is divided. Raises: ValueError for a sum of 0."""
     if normalize and no_sum(weights):
         raise ValueError(
-            f"the sum of weights {list(weights)} of a parameter is 0: turn normalize off, or give other weights"
+            f"the sum of weights {list(weights)} of a parameter is 0: give other weights, or normalize False (karcher "
+            "has no such option)"
         )
     return math.fsum(weights) if normalize else 1.0
 
@@ -106,8 +107,18 @@ def given_weights(
     if not problems and names and normalize and len(numbers) == len(table):
         problems += type_problems(**{"the sum of weights": math.fsum(numbers)})
         if no_sum(numbers):
-            problems.append("the sum of weights is 0: turn normalize off, or give other weights")
+            problems.append(
+                "the sum of weights is 0: give other weights, or normalize False (karcher has no such option)"
+            )
     return problems, {name: table[name] for name in names if name in table}
+
+
+def equal_or_given(
+    experts: Experts, weights: Mapping[str, Rules] | Sequence[Rules], *, normalize: bool = True
+) -> tuple[list[str], dict[str, Rules]]:
+    """`given_weights`, with equal ones of sum 1 for none. Args: normalize: they will be divided by their sum."""
+    none = hasattr(weights, "__len__") and not len(weights) and isinstance(experts, (Mapping, list, tuple))
+    return given_weights(experts, [1.0] * len(experts) if none else weights, normalize)
 
 
 def _number(weight: Rules) -> Rules:

@@ -83,11 +83,14 @@ MORE = {
     "act_mat": Wudi(coef=0.7, norms=False, ridge=0.0),
     **{f"nuslerp {along}": NuSlerp(t=0.3, along=along) for along in ("leaf", "first", "last")},
     "karcher": Karcher(),
+    "karcher weighted": Karcher(weights=(0.5, 2.0, 0.3)),
+    "karcher by leaf": Karcher(0, 1e-8, weights=({"row": 0.2, "*": 0.5}, 2.0, 0.3)),
     "sce": Sce(),
     "sce half": Sce(coef=0.7, density=0.5, floor=0.0),
     "arcee_fusion": ArceeFusion(),
     "multislerp": MultiSlerp(weights=(0.5, 2.0, 0.3)),
     "multislerp sum": MultiSlerp(weights=(0.5, 2.0, -2.5), normalize=False),
+    "multislerp by leaf": MultiSlerp(weights=({"row": 0.2, "*": 0.5}, 2.0, 0.3)),
     "cart": Cart(coef=1.3, share=0.3),
     "cart, one matrix skipped": Cart(coef=1.3, share=0.3, skip=("row",)),
     "consensus": Consensus(coef=0.7, ratio=0.4),
@@ -97,6 +100,7 @@ MORE = {
     "pcb": Pcb(coef=0.7),
     "pcb half": Pcb(coef=0.7, ratio=0.5, clip=0.1),
     "nearswap": NearSwap(t=0.01),
+    "nearswap by leaf": NearSwap(t={"row": 0.02, "*": 0.01}),
     "ram": Ram(coef=0.7, threshold=0.01),
     "ram plus": Ram(threshold=0.01, boost=0.3),
     "opcm": Opcm(coef=0.7),
@@ -106,7 +110,7 @@ MORE = {
     "ram plus by tensor": Ram(threshold=0.01, boost=0.3, cap=0.2, scope="tensor"),
 }
 PAIRS = "slerp", "arcee_fusion", "nuslerp leaf", "nuslerp first", "nuslerp last"
-COUNTS = {"wise_ft": 1, "nearswap": 1, **dict.fromkeys(PAIRS, 2)}  # experts, where not three
+COUNTS = {"wise_ft": 1, "nearswap": 1, "nearswap by leaf": 1, **dict.fromkeys(PAIRS, 2)}  # experts, where not three
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 # (chunk, workers): a few coordinates at a time by threads; whole leaves, which the test with dtypes merges, and single
 # coordinates are slow

@@ -138,7 +138,10 @@ ONE = {"w": torch.ones(2, 2)}
         ),
         (lambda: merge.weighted_average([ONE], weights=["x"]), "the weight of '0' is 'x', must be a number"),
         (lambda: merge.multislerp(ONE, [ONE], weights=None), "weights is None, must be a mapping"),
-        (lambda: merge.multislerp(ONE, [ONE, ONE], weights=[1, -1]), "the sum of weights is 0: give other weights"),
+        (
+            lambda: merge.multislerp(ONE, [ONE, ONE], weights=[1, -1]),
+            "the sum of weights is 0: give other weights, or normalize False",
+        ),
         (
             lambda: merge.della(KEY, ONE, [ONE], coef=1.0, drop_prob=0.5, window=0.1, elect="False"),
             "elect is 'False', must be",

@@ -72,6 +72,7 @@ CONFIGS = {  # and the loops that they take
     "linear": (of.WeightedAverage(weights=(0.5, {"large": -0.25, "*": 1.5}, 0.3)), "averaged"),
     "linear, not normalised": (of.WeightedAverage(weights=(0.5, 0.0, 0.3), normalize=False), "averaged"),
     "karcher": (of.Karcher(), "averaged gram"),
+    "karcher, weighted": (of.Karcher(weights=(0.5, {"large": 2.0, "*": 1.5}, 0.3)), "averaged gram"),
     "slerp": (of.Slerp(coef=0.3), "averaged gram"),
     "slerp along a leaf": (of.Slerp(coef=0.3, arc="leaf"), "averaged gram"),
     "slerp along rows": (of.Slerp(coef=0.3, arc="last"), ""),

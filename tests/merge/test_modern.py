@@ -109,17 +109,20 @@ def plain_nuslerp_rows(one, two):
     return np.stack(rows).reshape(one.shape)
 
 
-def plain_karcher(*leaves):
-    units = [leaf / np.linalg.norm(leaf) for leaf in leaves]
-    mean = sum(units) / np.linalg.norm(sum(units))
+def plain_karcher(*leaves, weights=(1.0, 1.0, 1.0)):
+    weights = np.array(weights) / sum(weights)
+    units = np.stack([leaf / np.linalg.norm(leaf) for leaf in leaves])
+    mean = np.tensordot(weights, units, 1)
+    mean /= np.linalg.norm(mean)
     for _ in range(10):
         angles = [np.arccos(np.vdot(mean, unit)) for unit in units]
-        step = sum(a / np.sin(a) * (u - np.cos(a) * mean) for a, u in zip(angles, units, strict=True)) / len(units)
+        logs = np.stack([a / np.sin(a) * (u - np.cos(a) * mean) for a, u in zip(angles, units, strict=True)])
+        step = np.tensordot(weights, logs, 1)
         length = np.linalg.norm(step)
         if length < 1e-5:
             break
         mean = np.cos(length) * mean + np.sin(length) * step / length
-    return np.mean([np.linalg.norm(leaf) for leaf in leaves]) * mean
+    return sum(w * np.linalg.norm(leaf) for w, leaf in zip(weights, leaves, strict=True)) * mean
 
 
 def plain_multislerp(*changes, weights=(0.5, 2.0, 0.3)):
@@ -246,7 +249,15 @@ PLAIN = {
             2,
         ),
     },
-    "karcher": {"": (lambda b, e: merge.karcher(e), plain_karcher, 3)},
+    "karcher": {
+        "": (lambda b, e: merge.karcher(e), plain_karcher, 3),
+        " weighted": (
+            lambda b, e: merge.karcher(e, weights=(0.5, 2.0, 0.3)),
+            functools.partial(plain_karcher, weights=(0.5, 2.0, 0.3)),
+            3,
+        ),
+        " of no steps": (lambda b, e: merge.karcher(e, max_iter=0, weights=(0.5, 2.0, 0.3)), plain_multislerp, 3),
+    },
     "sce": {
         "": (lambda b, e: merge.sce(b, e, coef=COEF), functools.partial(plain_sce, density=1.0), 3),
         " selected": (lambda b, e: merge.sce(b, e, coef=COEF, density=0.4), plain_sce, 3),
@@ -301,7 +312,7 @@ def test_close_to_the_plain_formula(name, dtype, error, family):
     for path in ("vector", "matrix", "conv", "column"):
         start, *leaves = [leaf[path].double().numpy() for leaf in (base, *experts.values())]
         changes = [leaf - start for leaf in leaves]
-        expected = plain(*leaves) if name in merge.BASELESS else start + COEF * plain(*changes)
+        expected = plain(*leaves) if name.split()[0] in merge.BASELESS else start + COEF * plain(*changes)
         np.testing.assert_allclose(merged[path].double().numpy(), expected, rtol=error, atol=4 * error, err_msg=path)
 
 
@@ -551,6 +562,33 @@ def test_karcher_minimises_the_squared_arcs():
     point = merge.karcher([{"w": leaf} for leaf in leaves], max_iter=50, tol=1e-9)["w"].requires_grad_()
     arcs(point).backward()
     assert point.grad.abs().max() < 1e-7
+
+
+def test_weights_and_limits_by_leaf_are_those_of_every_leaf_alone():
+    draws = torch.Generator().manual_seed(5)
+    one, two, three = ({name: torch.randn(4, generator=draws) for name in "ab"} for _ in range(3))
+    rules = [{"a": 0.2, "*": 3.0}, 1.0]
+    for name, weights in {"a": [0.2, 1.0], "b": [3.0, 1.0]}.items():
+        own = [{name: tree[name]} for tree in (one, two, three)]
+        for merger in merge.multislerp, lambda _, experts, **options: merge.karcher(experts, **options):
+            merged = merger(three, [one, two], weights=rules)[name]
+            assert torch.equal(merged, merger(own[2], own[:2], weights=weights)[name])
+        merged = merge.nearswap(three, [one], t={"a": 0.2, "*": 0.4})[name]
+        assert torch.equal(merged, merge.nearswap(own[2], own[:1], t=0.2 if name == "a" else 0.4)[name])
+    with raises("t of 'a' is 'x', must be a number", "t of 'b' is None"):
+        merge.nearswap(three, [one], t={"a": "x", "b": None})
+    with raises("t of 'a' is -1, must be finite and above 0"):
+        merge.nearswap(three, [one], t={"a": -1, "*": 1.0})
+    with raises("the sum of weights [1.0, -1.0] of a parameter is 0"):
+        merge.karcher([one, two], weights=[{"a": 1.0, "*": 2.0}, -1.0])
+    with raises("no rule matches parameter 'b'"):
+        merge.multislerp(three, [one, two], weights=[{"a": 1.0}, 1.0])
+
+
+def test_karcher_without_steps_of_directions_that_cancel_out_is_the_mean():
+    values = [{"w": torch.tensor([3.0])}, {"w": torch.tensor([-5.0])}]
+    assert merge.karcher(values, max_iter=0)["w"].tolist() == [-1.0]
+    assert merge.karcher(values)["w"].tolist() == [4.0]  # from the direction of the first
 
 
 def test_multislerp_where_directions_cancel_out():

@@ -249,7 +249,7 @@ def test_slerp_takes_a_zero_leaf_as_mergekit_does_where_it_is_asked():
 
 def test_weights_of_a_leaf_that_sum_to_zero_are_an_error():
     rules = {"w": 0.0, "*": 1.0}
-    with pytest.raises(ValueError, match="of a parameter is 0: turn normalize off"):
+    with pytest.raises(ValueError, match="of a parameter is 0: give other weights, or normalize False"):
         merge.weighted_average([tree(1.0), tree(2.0)], weights=[rules, rules])
     with pytest.raises(ValueError, match="the sum of weights is 0"):  # up to rounding
         merge.weighted_average([tree(1.0), tree(2.0), tree(3.0)], weights=[0.1, 0.2, -0.3])
@@ -456,7 +456,7 @@ def test_weights():
         merge.weighted_average(experts, weights={"a": float("nan"), "c": 1.0})
     with raises("weights holds 1 numbers for 2 experts: give one for each"):
         merge.weighted_average([tree(1.0), tree(2.0)], weights=[1.0])
-    with raises("the sum of weights is 0: turn normalize off, or give other weights"):
+    with raises("the sum of weights is 0: give other weights, or normalize False"):
         merge.weighted_average([tree(1.0), tree(2.0)], weights=[1.0, -1.0])
     with raises("experts is a generator"):
         merge.weighted_average((e for e in [tree(1.0)]), weights=[1.0])

@@ -149,6 +149,7 @@ class Merger:
     based: ClassVar[bool] = True  # chunks hold task vectors and give one; else they hold weights and give weights
     random: ClassVar[bool] = False  # ``function`` takes a key first
     grams: ClassVar[bool] = False  # `rule` reads the inner products of every leaf, `Mapped.gram`
+    by_leaf: ClassVar[tuple[str, ...]] = ()  # options with one number, which may be {glob: number} in Python
     uneven: ClassVar[bool] = False  # `rule` accepts a leaf that only some of the experts have
     same_on_gpu: ClassVar[bool] = False  # the bits of the CPU: a search on dev merges on the GPU that scores
     grid: ClassVar[tuple[float, ...]] = COEFS  # coefficients that a search tries, unless it is given others
@@ -474,10 +475,22 @@ def option_problems(config: Merger) -> list[str]:
     wanted = {name for name, own in signature(config.function).parameters.items() if own.default is not None}
     wanted &= {f.name for f in fields(config) if f.default is None} - numbers  # a preset's value stands for None
     return [
-        *type_problems(**{name: value for name, value in given.items() if name in numbers}),
+        *type_problems(
+            **{
+                label: number
+                for name in given.keys() & numbers
+                for label, number in named(name, given[name], by_leaf=name in config.by_leaf).items()
+            }
+        ),
         *flag_problems(**{f.name: given[f.name] for f in fields(config) if f.type is bool}),
         *(f"{name} is None: give a value" for name in given if name in wanted and given[name] is None),
     ]
+
+
+def named(name: str, value: Any, *, by_leaf: bool = True) -> dict[str, Any]:
+    """The numbers of an option by their names in errors. Args: by_leaf: it may be {glob: number}."""
+    one = not (by_leaf and isinstance(value, Mapping))
+    return {name: value} if one else {f"{name} of {glob!r}": own for glob, own in value.items()}
 
 
 def merged(

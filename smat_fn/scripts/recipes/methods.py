@@ -1,6 +1,7 @@
 """Map each `merge_method` of mergekit, and its parameters, to a merger and its options."""
 
 import glob
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
@@ -45,6 +46,8 @@ class Method:
     single: bool = False  # of one model in each slice
     uneven: bool = False  # slices may have fewer models than others, without weights
     gamma: str = "lambda"  # the shared parameter that is our coefficient, where the method has it
+    by_leaf: bool = False  # shared parameters may differ by leaf
+    alone: Callable[["Resolved"], tuple[MergerConfig, dict[str, float] | None]] | None = None  # without base_model
 
 
 class Resolved(NamedTuple):
@@ -52,7 +55,7 @@ class Resolved(NamedTuple):
 
     names: list[str]  # of the experts
     per_model: dict[str, dict[str, float | dict[str, float]]]  # parameter -> expert -> number, or by leaf
-    shared: dict[str, Any]  # constant ones
+    shared: dict[str, Any]  # constant ones, or by leaf
     paths: Collection[str] = ()  # of all leaves
 
     def flag(self, name: str, default: bool) -> bool:
@@ -139,7 +142,7 @@ def _ties(found: Resolved) -> MergerConfig:
     return Ties(coef=1.0, keep=1.0, scope="tensor", **own)
 
 
-def nuslerp(found: Resolved) -> MergerConfig:
+def _nuslerp(found: Resolved) -> MergerConfig:
     """NuSLERP of two models with a base. Raises: ValueError for weights that no one share stands for."""
     share = _share(found)
     if isinstance(share, dict):
@@ -147,8 +150,8 @@ def nuslerp(found: Resolved) -> MergerConfig:
     return NuSlerp(t=share, along=_along(found))
 
 
-def nuslerp_alone(found: Resolved) -> tuple[MergerConfig, dict[str, float] | None]:
-    """NuSLERP of two models without a base, and its shares by leaf where they differ. Raises: as `nuslerp`."""
+def _nuslerp_alone(found: Resolved) -> tuple[MergerConfig, dict[str, float] | None]:
+    """NuSLERP of two models without a base, and its shares by leaf where they differ. Raises: as `_nuslerp`."""
     share = _share(found)
     if isinstance(share, dict):
         return Slerp(coef=None, arc=_along(found)), share  # type: ignore[arg-type]
@@ -179,9 +182,10 @@ def _share(found: Resolved) -> float | dict[str, float]:
 
 def _nearswap(found: Resolved) -> MergerConfig:
     """Raises: ValueError for a t that mergekit's floor changes."""
-    limit = float(found.shared["t"])
-    if not limit >= 1e-6:  # t / max(|difference|, 1e-6): below it small differences would be scaled there
-        raise ValueError(f"parameters.t of nearswap is {limit:g}: give 0.000001 or more, a largest change of weights")
+    limit = found.shared["t"]
+    # t / max(|difference|, 1e-6): below it small differences would be scaled there
+    if few := [own for own in values_of(limit) if not own >= 1e-6]:
+        raise ValueError(f"parameters.t of nearswap is {few[0]:g}: give 0.000001 or more, a largest change of weights")
     return NearSwap(t=limit)
 
 
@@ -193,10 +197,17 @@ def _ram(found: Resolved, *, boosted: bool) -> MergerConfig:
 def _linear(found: Resolved) -> MergerConfig:
     """Raises: ValueError for leaves whose weights sum to 0."""
     weights, normalize = found.ordered("weight", 1.0), found.flag("normalize", True)
-    empty = [path for path in found.paths if no_sum([coef_of(path, rules) for rules in weights])]
-    if normalize and empty:
-        raise ValueError(f"parameters.weight: the sum is 0 at parameter {empty[0]!r}: give others, or normalize: false")
+    if normalize:
+        _check_sums(found, weights, "normalize: false")
     return WeightedAverage(weights, normalize=normalize)
+
+
+def _check_sums(found: Resolved, weights: Collection[Any], *others: str) -> None:
+    """Raises: ValueError for a parameter whose weights sum to 0. Args: others: ways out beside other weights."""
+    empty = [path for path in found.paths if no_sum([coef_of(path, rules) for rules in weights])]
+    if empty:
+        way = ", or ".join(("give others", *others))
+        raise ValueError(f"parameters.weight: the sum is 0 at parameter {empty[0]!r}: {way}")
 
 
 def _karcher(found: Resolved) -> MergerConfig:
@@ -208,10 +219,26 @@ def _karcher(found: Resolved) -> MergerConfig:
 
 
 def _multislerp(found: Resolved) -> MergerConfig:
+    """Raises: ValueError for parameters whose weights sum to 0."""
+    weights, normalize = found.ordered("weight", 1.0), found.flag("normalize_weights", True)
+    if normalize:
+        _check_sums(found, weights, "normalize_weights: false")
+    return MultiSlerp(weights=weights, normalize=normalize)
+
+
+def _multislerp_alone(found: Resolved) -> tuple[MergerConfig, None]:
+    """Raises: ValueError for parameters whose weights sum to 0, and without normalize_weights to other than 1."""
     weights = found.ordered("weight", 1.0)
-    if any(isinstance(weight, dict) for weight in weights):
-        raise ValueError("parameters.weight of multislerp must be one number per model")
-    return MultiSlerp(weights=weights, normalize=found.flag("normalize_weights", True))
+    _check_sums(found, weights)
+    sums = {path: math.fsum(coef_of(path, rules) for rules in weights) for path in found.paths}
+    if not found.flag("normalize_weights", True) and (
+        other := next((path for path, total in sums.items() if abs(total - 1) > 1e-6), None)
+    ):
+        raise ValueError(
+            f"parameters.normalize_weights is false, and weights of parameter {other!r} sum to {sums[other]:g}: "
+            "without base_model it is implemented for weights whose sum is 1, leave it out or give such weights"
+        )
+    return Karcher(0, 1e-8, weights=weights), None
 
 
 GTA = "normalize", "rescale", "int8_mask", "lambda"
@@ -233,8 +260,12 @@ METHODS = {
     "breadcrumbs": Method(lambda f: _breadcrumbs(f, elect=False), (*WD, "gamma"), GTA, required=("weight",)),
     "breadcrumbs_ties": Method(lambda f: _breadcrumbs(f, elect=True), (*WD, "gamma"), GTA, required=("weight",)),
     "slerp": Method(lambda f: Slerp(zeros=True), (), ("t",), based=False, pair=True, required=("t",), gamma="t"),
-    "nuslerp": Method(nuslerp, ("weight",), ("nuslerp_flatten", "nuslerp_row_wise"), required=("weight",)),
-    "multislerp": Method(_multislerp, ("weight",), ("normalize_weights",), required=("weight",)),
+    "nuslerp": Method(
+        _nuslerp, ("weight",), ("nuslerp_flatten", "nuslerp_row_wise"), required=("weight",), alone=_nuslerp_alone
+    ),
+    "multislerp": Method(
+        _multislerp, ("weight",), ("normalize_weights",), required=("weight",), alone=_multislerp_alone
+    ),
     "karcher": Method(_karcher, (), ("max_iter", "tol"), based=False, uneven=True),
     "model_stock": Method(
         lambda f: ModelStock(clamp=False, along="last" if f.flag("filter_wise", False) else "leaf"),
@@ -244,7 +275,7 @@ METHODS = {
         lambda f: Sce(density=f.shared.get("select_topk", 1.0)), (), ("int8_mask", "select_topk"), uneven=True
     ),
     "arcee_fusion": Method(lambda f: ArceeFusion(), based=False, pair=True),
-    "nearswap": Method(_nearswap, (), ("t",), required=("t",)),
+    "nearswap": Method(_nearswap, (), ("t",), required=("t",), by_leaf=True),
     "ram": Method(partial(_ram, boosted=False), (), ("epsilon",), uneven=True),
     "ramplus_tl": Method(partial(_ram, boosted=True), (), ("epsilon", "r", "alpha"), uneven=True),
 }  # fmt: skip

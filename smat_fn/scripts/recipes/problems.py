@@ -80,7 +80,7 @@ def recipe_problems(found: Mapping[str, Any], notes: list[str]) -> Iterator[str]
     origin = found.get("base_model")
     if not (origin is None or isinstance(origin, str)):
         yield f"base_model is {origin!r}: must be a folder or a hub name, or MODEL+ADAPTER"
-    if method and origin is None and (method.pair or (method.based and found.get("merge_method") != "nuslerp")):
+    if method and origin is None and (method.pair or (method.based and method.alone is None)):
         yield f"base_model is missing: {found['merge_method']} needs one"
     slices = found.get("slices") or []
     if not isinstance(slices, list) or any(not isinstance(part, dict) for part in slices):

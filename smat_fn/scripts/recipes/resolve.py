@@ -16,7 +16,7 @@ from ...folders.inputs.opening import key_of, open_input
 from ...folders.inputs.side_files import TOKENIZER, files_of
 from ...folders.inputs.stacks import StackPart, adapted_by, is_first, layer_of, layers_of, stack_of
 from ...where import blocks_of, unet_problems
-from .methods import METHODS, Method, Resolved, nuslerp_alone, values_of
+from .methods import METHODS, Method, Resolved, values_of
 from .own import Recipe
 from .places import folder_name
 from .templates import NOTES, TEMPLATES
@@ -70,8 +70,8 @@ def resolve(
     if _is_base_alone(found):
         found, notes = _copied(found), ("base_model is the only model: its weights are written as they are",)
     method, origin = METHODS[found["merge_method"]], found.get("base_model")
-    alone = found["merge_method"] == "nuslerp" and origin is None
-    slices = _slices(found, method, based=method.based and not alone)
+    alone = method.alone if origin is None else None
+    slices = _slices(found, method, based=method.based and alone is None)
     names = _slot_names(slices, merges)
     refs = dict.fromkeys(s.ref for part in slices for s in (*part.experts, *([part.base] if part.base else [])))
     inputs = {**({} if origin is None else {"base": Path(origin)}), **{f"model {ref!r}": Path(ref) for ref in refs}}
@@ -86,8 +86,8 @@ def resolve(
     resolver = _Resolver(_whole_spots(paths) if whole else _spots(paths, slices), slices, found.get("parameters") or {})
     resolved = _resolved(found["merge_method"], names, resolver)
     coef: Any = None
-    if alone:
-        config, coef = nuslerp_alone(resolved)
+    if alone is not None:
+        config, coef = alone(resolved)
     else:
         config = method.make(resolved)
     if method.gamma in method.shared:
@@ -343,7 +343,7 @@ def _resolved(called: str, names: list[str], resolver: "_Resolver") -> Resolved:
     for name in method.shared:
         if name != method.gamma:
             value = resolver.rules(name, None, None if name in method.required else ...)
-            if isinstance(value, dict):
+            if isinstance(value, dict) and not method.by_leaf:
                 problems.append(f"parameters.{name} differs by parameter: {called} takes one value for all of them")
             elif value is not ...:
                 shared[name] = value

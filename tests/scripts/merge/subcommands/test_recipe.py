@@ -274,9 +274,22 @@ REFUSALS = {
     "parameters.weight is missing for A, parameter 'lm_head.weight': give weight, with a last value that has no": SHARED
     | {"models": [{"model": "A", "parameters": {"weight": {"filter": "mlp", "value": 1}}}]},
     "parameters.t of nearswap is 1e-07: give 0.000001 or more": SLICED | NEAR | {"parameters": {"t": 1e-7}},
-    "parameters.t differs by parameter: nearswap takes one value for all of them": SLICED
-    | NEAR
-    | {"parameters": {"t": [0.1, 0.2]}},
+    "parameters.t of nearswap is 1e-08: give": SLICED | NEAR | {"parameters": {"t": [0.1, 1e-8]}},
+    "parameters.tol differs by parameter: karcher takes one value for all of them": {
+        "merge_method": "karcher",
+        "models": [{"model": "A"}, {"model": "B"}],
+        "parameters": {"tol": [0.1, 0.2]},
+    },
+    "parameters.weight: the sum is 0 at parameter 'lm_head.weight': give others, or normalize_weights: false": {
+        "merge_method": "multislerp",
+        "base_model": "BASE",
+        "models": [{"model": "A", "parameters": {"weight": 1}}, {"model": "B", "parameters": {"weight": -1}}],
+    },
+    "weights of parameter 'lm_head.weight' sum to 0.9: without base_model it is implemented for weights whose sum is": {
+        "merge_method": "multislerp",
+        "models": [{"model": "A", "parameters": {"weight": 0.5}}, {"model": "B", "parameters": {"weight": 0.4}}],
+        "parameters": {"normalize_weights": False},
+    },
     "parameters.max_iter is 2.5: must be a whole number": {
         "merge_method": "karcher",
         "models": [{"model": "A"}, {"model": "B"}],
