@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .. import __version__, checkpoint, errors
+from .. import __version__, checkpoint, errors, machine
 from ..errors import some_of
 from ..merge.around.factors import Factors
 from .inputs.adapters.config import CONFIG, WEIGHTS, WHOLE
@@ -112,7 +112,8 @@ def _write(
                 (folder / file).write_text(text, encoding="utf-8")
             tokenizer, notes = tokenizer_of(places) if config else ({}, ())
             written = [folder / file for file in (*config, *weights)] + fill(folder, tokenizer, [])
-            plain = json.dumps({"adapter": "merged", "versions": {"smat_fn": __version__}}, indent=2) + "\n"
+            facts = {"adapter": "merged", "code": machine.code(), "versions": {"smat_fn": __version__}}
+            plain = json.dumps(facts, indent=2) + "\n"
             given = texts(written, files_read(places)) if texts else {}
             for file, text in {checkpoint.MANIFEST: plain, **given}.items():
                 (folder / file).write_text(text, encoding="utf-8")

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .. import __version__, checkpoint, errors, tree
+from .. import __version__, checkpoint, errors, machine, tree
 from ..merge.around.low_rank import low_rank, remainder, square
 from .files import digests
 from .inputs.adapters.config import CONFIG, WEIGHTS
@@ -278,7 +278,8 @@ def _write(
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     checkpoint.write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
     hashes = {file.name: digest for file, digest in digests([folder / CONFIG, folder / WEIGHTS], 1).items()}
-    return {"adapter": "extracted", **facts, "versions": {"smat_fn": __version__}, "files": hashes}
+    versions = {"smat_fn": __version__}
+    return {"adapter": "extracted", **facts, "code": machine.code(), "versions": versions, "files": hashes}
 
 
 def _config(modules: Collection[str], rank: int, kept: Collection[str], every: Sequence[str]) -> dict[str, Any]:

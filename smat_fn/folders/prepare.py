@@ -140,7 +140,7 @@ def prepare(
     each = max(1, (usual_chunk(place) if chunk is None else chunk) // workers)
     read = seen(start, *found.values())
     other = frozenset[str]() if config.based else unlike(start, found.values(), each)
-    notes += [*strangers(start, found), *([buffers_note(other)] if other else [])]
+    notes += [*same_folders(experts), *strangers(start, found), *([buffers_note(other)] if other else [])]
     if config.based:
         notes += _base_notes(base, experts, start, found, each)
     metadata = copied_metadata(base, start.within or start, notes)
@@ -158,6 +158,18 @@ def _into_problems(config: Merger, others: Iterable[str]) -> list[str]:
     if config.statistics() is not None:
         problems.append(f"{config.name} is not available with `into`: its statistics are of whole models")
     return problems
+
+
+def same_folders(experts: Mapping[str, Path]) -> list[str]:
+    """Notes on experts that are one folder under several names, by links."""
+    names = dict[str, list[str]]()
+    for name, path in experts.items():
+        names.setdefault(os.path.realpath(path), []).append(repr(name))
+    return [
+        f"experts {' and '.join(own)} are one folder, {place}: it is merged {len(own)} times"
+        for place, own in names.items()
+        if len(own) > 1
+    ]
 
 
 def _base_notes(

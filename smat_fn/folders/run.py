@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, Unpack
 
-from .. import __version__, checkpoint, errors
+from .. import __version__, checkpoint, errors, machine
 from ..checkpoint import write_text
 from ..merge.parts.inputs import check_variances
 from ..merge.parts.masked import of_all_tasks
@@ -297,6 +297,7 @@ def _manifest(job: Job, files: Sequence[Path], report: Report) -> dict[str, str]
         "merger": job.config.name,
         "hyperparameters": job.config.settings(),
         "files": {str(file.relative_to(files[0].parent)): report.hashes[file] for file in files},
+        "code": machine.code(),
         "versions": {"smat_fn": __version__},
     }
     return {checkpoint.MANIFEST: json.dumps(facts, indent=2) + "\n"}
@@ -389,7 +390,7 @@ def _recipe(job: Job, shards: Sequence[Shard], more: str | None) -> dict[str, An
 def decided(job: Job, shards: Sequence[Shard]) -> dict[str, Any]:
     """Facts that decide the output's bytes, beside the input files and how they are read, by name; JSON values."""
     return {
-        "version of smat_fn": __version__,
+        "version of smat_fn": machine.code(),
         "merger": job.config.name,
         "hyperparameters": job.config.settings(),
         "coef": digest_of(job.coefs),

@@ -69,6 +69,10 @@ def run(name: str, script: str, launch: Sequence[str]) -> None:
         sys.exit(f"{script}: runs on Linux and macOS; on Windows use it inside WSL")
     if sys.argv[1:] == ["--version"]:
         return print(script, __version__)
+    try:
+        os.getcwd()
+    except FileNotFoundError:  # torch's libraries would end the process
+        sys.exit(f"{script}: the current folder was removed: cd to another one")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # of characters that a terminal does not have
     if (width := os.environ.get("COLUMNS", "")).isdecimal() and 0 < int(width) < _NARROWEST:

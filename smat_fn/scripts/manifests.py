@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from .. import checkpoint, errors, lora
+from .. import checkpoint, errors, lora, machine
 from ..errors import problems_of
 from ..evaluate.results import Run, check_type
 from ..folders.inputs.adapters.peft import is_adapter
@@ -48,6 +48,14 @@ def manifest_of(path: Path) -> dict[str, Any]:
             problems += [f"suite lacks {name}" for name in ("name", "seed") if suite.get(name) is None]
         errors.raise_problems([f"{file}: {text}: {AGAIN}" for text in problems])
     return found
+
+
+def by_other_code(manifest: Mapping[str, Any]) -> str:
+    """The end of a line on what was made before, where it was made by other code; else an empty text."""
+    made = manifest.get("code")
+    if made == machine.code():
+        return ""
+    return f", by other code ({made or 'unknown'}, now {machine.code()}; --overwrite makes it anew)"
 
 
 def _mistyped(values: Mapping[str, Any], types: Mapping[str, Any], of: str = "") -> list[str]:

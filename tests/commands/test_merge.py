@@ -18,7 +18,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from smat_fn import merge, random
+from smat_fn import machine, merge, random
 from smat_fn.config import MERGERS, PRESETS, Della, Ties, WeightAverage
 from smat_fn.folders import chunk_of, writing
 from smat_fn.folders import run as stream
@@ -392,6 +392,24 @@ def test_parts_on_one_disk_make_the_folder_of_one_process(merger, hub, call, tmp
     printed, _ = call(*words, out, "--part", "1/3")
     assert printed.startswith(f"kept: {out / merger}: already finished")
     assert [path.name for path in out.iterdir()] == [merger]
+
+
+def test_a_finished_merge_of_other_code_is_kept_with_a_note_and_repeated_from_any_folder_name(
+    hub, call, tmp_path, monkeypatch
+):
+    places = {}
+    for old, new in {"math": "math[0:1]", "code": "math+code"}.items():
+        places[old] = shutil.copytree(hub / old, tmp_path / new)
+    words = ("ta", "--base", hub / "base", "--experts", *places.values(), "--coef", "0.5", "--out")
+    with monkeypatch.context() as patch:
+        patch.setattr(machine, "code", lambda: "0.0.1+old")
+        assert call(*words, tmp_path / "one")[1] is None
+    kept, _ = call(*words, tmp_path / "one")
+    assert kept.endswith(f", by other code (0.0.1+old, now {machine.code()}; --overwrite makes it anew)\n")
+    monkeypatch.chdir(shutil.copytree(hub, tmp_path / "work"))  # holds a folder math
+    assert call("recipe", tmp_path / "one/ta/recipe.yml", "--out", tmp_path / "two")[1] is None
+    one, two = (load_file(tmp_path / name / "ta/model.safetensors") for name in ("one", "two"))
+    assert all(torch.equal(leaf, two[path]) for path, leaf in one.items())
 
 
 def test_control_characters_of_inputs_reach_neither_the_terminal_nor_the_model_card(hub, call, tmp_path):

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from smat_fn import merge, random
+from smat_fn import checkpoint, machine, merge, random
 from smat_fn.config import Dare, MultiSlerp, Opcm, TaskArithmetic, Ties, WeightAverage
 from smat_fn.folders import files, merge_folders, plan, run, writing
 from smat_fn.folders.prepare import prepare
@@ -115,6 +115,21 @@ def test_an_interrupted_merge_of_another_recipe_is_begun_again(inputs, folders, 
         with pytest.raises(ZeroDivisionError):
             merge_folders(TA, *inputs, tmp_path / "rows", vocabulary=vocabulary)
     assert caplog.messages == [told, told.replace(".out.", ".rows.")]
+
+
+def test_an_interrupted_merge_of_other_code_is_begun_again(inputs, tmp_path, monkeypatch, caplog):
+    with monkeypatch.context() as patch:
+        patch.setattr(machine, "code", lambda: "0.0.1+old")
+        patch.setattr(run, "take_place", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            merge_folders(TA, *inputs, tmp_path / "out", shard_size=150)
+    shard = next((tmp_path / ".out.merging").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    merge_folders(TA, *inputs, tmp_path / "out", shard_size=150)
+    assert caplog.messages == [
+        f"note: an unfinished merge in {tmp_path / '.out.merging'} is discarded: it has other settings or inputs"
+    ]
+    assert checkpoint.load_manifest(tmp_path / "out")["code"] == machine.code()
 
 
 def test_a_merge_that_resumes_needs_room_for_the_rest_alone(inputs, tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from smat_fn import checkpoint
+from smat_fn import checkpoint, machine
 from smat_fn.config import Consensus, Dare, ModelStock, TaskArithmetic, Ties
 from smat_fn.folders import Part, Report, Waiting, merge_folders, merge_part, part_of, parts, run, writing
 from smat_fn.folders.files import BLOCK, SAMPLES, sampled
@@ -207,7 +207,7 @@ def test_an_input_of_another_time_stops_a_part_which_resumes(inputs, tmp_path, m
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
 
 
-def test_what_contradicts_the_parts_before_is_refused_by_name(inputs, folders, tmp_path):
+def test_what_contradicts_the_parts_before_is_refused_by_name(inputs, folders, tmp_path, monkeypatch):
     base, experts = inputs
     out, options = tmp_path / "out", {"shard_size": 30}
     merge_part(TA, base, experts, out, Part(1, 3), **options)
@@ -216,6 +216,10 @@ def test_what_contradicts_the_parts_before_is_refused_by_name(inputs, folders, t
         merge_part(TA, base, experts, out, Part(2, 4), **options)
     with pytest.raises(ValueError, match=r"part 2/3 differs from part 1/3 in hyperparameters, coef: give"):
         merge_part(TaskArithmetic(coef=0.25), base, experts, out, Part(2, 3), **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(machine, "code", lambda: "0.0.1+old")
+        with pytest.raises(ValueError, match=r"part 2/3 differs from part 1/3 in version of smat_fn: give"):
+            merge_part(TA, base, experts, out, Part(2, 3), **options)
     with pytest.raises(ValueError, match=r"part 2/3 differs from part 1/3 in files of the output: "):
         merge_part(TA, base, experts, out, Part(2, 3), shard_size=50)
     with pytest.raises(ValueError, match=r"part 2/3 differs from part 1/3 in suffix: "):

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +23,9 @@ from smat_fn.config import (
 )
 from smat_fn.folders import merge_folders, plan
 from smat_fn.folders.inputs import reading
+from smat_fn.folders.inputs.hub import missing, repository_of
 from smat_fn.folders.prepare import prepare
+from smat_fn.scripts.merge.experts.inputs import load_inputs
 
 TA = TaskArithmetic(coef=0.5)
 
@@ -249,7 +252,7 @@ def test_globs_that_skip_nothing_are_told(family, folders, tmp_path):
     assert notes == ("skip '*matrx*' matches no parameter",)
 
 
-def test_experts_that_are_strange_to_base_and_base_itself_are_told(folders, tmp_path):
+def test_experts_that_are_strange_to_base_and_base_itself_are_told(folders, tmp_path, monkeypatch):
     def matrix(seed):
         return {"w": torch.randn(256, 256, generator=torch.Generator().manual_seed(seed))}
 
@@ -262,6 +265,20 @@ def test_experts_that_are_strange_to_base_and_base_itself_are_told(folders, tmp_
         "was it trained from another base?",
         "expert 'base' is base itself: its task vector is 0",
     )
+    (tmp_path / "link").symlink_to(paths["near"])
+    twice = {"near": paths["near"], "link": tmp_path / "link"}
+    told = f"experts 'near' and 'link' are one folder, {paths['near']}: it is merged 2 times"
+    assert plan(TA, paths["base"], twice, tmp_path / "out").notes == (told,)
+    assert load_inputs(paths["base"], [*twice.values()]).notes == (told,)
+    (tmp_path / "broken").symlink_to("nowhere")
+    broken = tmp_path / "broken"
+    assert missing({"expert 'a'": broken}) == [
+        f"expert 'a': {broken} is a link to nowhere, which leads nowhere: set it again, or give the folder"
+    ]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner").mkdir()
+    (tmp_path / "owner" / "name").symlink_to("name")  # to itself
+    assert repository_of(Path("owner/name")) is None
     small = [folders.save(tmp_path / str(seed), {"w": matrix(seed)["w"][:9, :9].clone()}) for seed in range(2)]
     assert plan(TA, small[0], {"x": small[1]}, tmp_path / "out").notes == ()
 

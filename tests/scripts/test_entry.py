@@ -228,6 +228,15 @@ def test_the_version_is_printed_without_a_command(monkeypatch, capsys):
     assert capsys.readouterr().out == f"smat_fn {smat_fn.__version__}\n"
 
 
+def test_a_current_folder_that_was_removed_is_told(tmp_path, monkeypatch, given):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(SystemExit, match="smat-merge: the current folder was removed: cd to another one"):
+        entry.merge()
+    assert given == []
+
+
 def test_windows_is_told_before_any_work(monkeypatch, given):
     monkeypatch.setattr(entry.os, "name", "nt")
     with pytest.raises(SystemExit, match="smat-merge: runs on Linux and macOS; on Windows use it inside WSL"):

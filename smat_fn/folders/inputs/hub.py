@@ -1,5 +1,6 @@
 """The Hugging Face hub: repositories as folders, the headers of their weights before the weights, and merges pushed."""
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,7 +42,7 @@ class Remote(NamedTuple):
 def remote_of(path: Path) -> Remote | None:
     """The hub name ``owner/name``, ``owner/name@revision`` or one with ``/FILE``; None for others and paths on disk."""
     found = _NAME.fullmatch(str(path))
-    if found is None or path.exists() or str(path).startswith("."):
+    if found is None or path.exists() or path.is_symlink() or str(path).startswith("."):
         return None
     remote = Remote(**found.groupdict())
     named = path.suffix in SUFFIXES if remote.file is not None else path.suffix not in SUFFIXES + PICKLES
@@ -94,10 +95,12 @@ def missing(inputs: Mapping[str, Path]) -> list[str]:
     Args: inputs: by label, stacks among them.
     """
     places = {path: label for label, given in inputs.items() for path in folders_of(given)}
+    lost = {path: label for path, label in places.items() if repository_of(path) is None and not path.exists()}
     return [
-        f"{label}: {path} is not a folder: give the folder of a checkpoint, or a hub name owner/name"
-        for path, label in places.items()
-        if repository_of(path) is None and not path.exists()
+        f"{label}: {path} is a link to {os.readlink(path)}, which leads nowhere: set it again, or give the folder"
+        if path.is_symlink()
+        else f"{label}: {path} is not a folder: give the folder of a checkpoint, or a hub name owner/name"
+        for path, label in lost.items()
     ]
 
 

@@ -16,9 +16,11 @@ from ...evaluate.scoring import shares_note
 from ...folders import SHARD_SIZE
 from ...folders.inputs.stacks import folders_of
 from ...folders.prepare import buffers_note, skip_notes
+from ...folders.writing import exclusive
 from ...merge.around.select import Tuned, best_of, grid_problems
 from ...suites import Suite, has_heads
 from .. import outcome
+from ..manifests import by_other_code
 from ..recipes.own import written
 from ..recipes.places import sources_text
 from .experts.given import by_name
@@ -99,8 +101,11 @@ def merge_run(asked: Request, report: Callable[[str], None] = lambda line: None)
         scorer = None if suite is None else Scorer(suite, Records(asked.out), about=about(inputs), bar=bar)
         for folder, config in folders.items():
             if folder not in kept:
-                own = facts[config.name]
-                kept[folder] = _merged(config, asked, inputs, scorer, note=note, facts=own, report=report)
+                with exclusive(folder):
+                    kept |= _finished_meanwhile(folder, asked, facts)
+                    if folder not in kept:
+                        own = facts[config.name]
+                        kept[folder] = _merged(config, asked, inputs, scorer, note=note, facts=own, report=report)
             for line in summary({folder: kept[folder]}):
                 report(line)
     return {folder: kept[folder] for folder in folders}
@@ -304,6 +309,8 @@ def _finished(out: Path, facts: Mapping[str, Mapping[str, Any]], problems: list[
             curve, finals = (tuple((x, y) for x, y in manifest.get(key, ())) for key in ("dev_curve", "dev_finals"))
             edge = merge.grid_edge(coef, [tried for tried, _ in curve]) if curve else ""
             notes = tuple(manifest.get("notes", ()))
+            if other := by_other_code(manifest):
+                notes = (*notes, f"it was merged before{other}{': its dev score is of that code' if dev else ''}")
             at = manifest.get("snapshot", {}).get("index", 0)
             blocks = tuple((block, tried, score) for block, tried, score in manifest.get("dev_blocks", ()))
             layers = merge.Layered({}, fmean(dev.values()), blocks) if blocks else None  # the folder has the coefs
@@ -321,6 +328,16 @@ def _finished(out: Path, facts: Mapping[str, Mapping[str, Any]], problems: list[
             problems += [f"{folder} holds another merge: {other}" for other in others[:1]]
             problems += problems_of(checkpoint.refuse_existing, folder, overwrite=False)
     return kept
+
+
+def _finished_meanwhile(folder: Path, asked: Request, facts: Mapping[str, Mapping[str, Any]]) -> Mapping[Path, Merged]:
+    """The model of one merger, if another process has written it since. Raises: ValueError for another model."""
+    if asked.overwrite or not folder.exists():
+        return {}
+    problems = list[str]()
+    found = _finished(asked.out, {folder.name: facts[folder.name]}, problems)
+    errors.raise_problems(problems)
+    return found
 
 
 def _other_rows(folder: Path, content: Mapping[str, str]) -> list[str]:

@@ -34,7 +34,7 @@ from ...folders.writing import exclusive, tidy
 from ...merge import lines_rules
 from ...merge.parts.masked import of_all_tasks
 from .. import outcome
-from ..manifests import manifest_of, rewritten_meanwhile
+from ..manifests import by_other_code, manifest_of, rewritten_meanwhile
 from ..recipes.own import BESIDE, OWN, written
 from ..recipes.places import placed_by_name
 from .experts.given import by_name
@@ -124,7 +124,7 @@ def stream_run(
         kept = kept_of(configs, order, hashing)
         for config in configs:
             folder = order.out / config.name
-            if config in kept:
+            if config in kept or _is_kept_meanwhile(config, order, hashing):
                 with exclusive(folder):  # the lock file of a merge that was killed at its end goes
                     tidy(folder)
                     yield folder, None
@@ -215,7 +215,7 @@ def summary(
     coef = getattr(config, "coef", None)
     outcome.add("merged", {"folder": folder, "coef": coef, "kept": report is None})
     if report is None:
-        return [f"kept: {folder}: {DONE}"]
+        return [f"kept: {folder}: {DONE}{by_other_code(checkpoint.load_manifest(folder))}"]
     said = "" if coef is None else f", coef {coef:g}"
     if coefs and hasattr(config, "coef"):
         # a glob of all parameters leaves none to the merger's own coefficient
@@ -231,7 +231,7 @@ def plan_text(folder: Path, found: Plan | None) -> str:
     """Lines for a merge into ``folder`` that `plan_run` has planned."""
     outcome.add("plans", {"folder": folder} | ({"kept": True} if found is None else found._asdict()))
     if found is None:
-        return f"{folder}: {DONE}"
+        return f"{folder}: {DONE}{by_other_code(checkpoint.load_manifest(folder))}"
     files = f"{len(found.shards)} file" + ("s" if len(found.shards) > 1 else "")
     hashing = seconds_to_hash(found.read + 3 * found.disk)  # files, and the fingerprints of base and result
     return "\n".join(
@@ -270,6 +270,12 @@ def kept_of(configs: Sequence[MergerConfig], order: Order, hashing: Hashing) -> 
             problems += list(name_problems(order.base, order.experts, order.manifests)) or found
     errors.raise_problems(list(dict.fromkeys(problems)))  # all mergers have the same inputs
     return kept
+
+
+def _is_kept_meanwhile(config: MergerConfig, order: Order, hashing: Hashing) -> bool:
+    """Whether another process has done a merge since `kept_of` was asked. Raises: as `stream_run` before merging."""
+    there = (order.out / config.name).exists() and not order.options.get("overwrite")
+    return bool(there and kept_of([config], order, hashing))
 
 
 def _other_merge(config: MergerConfig, order: Order, folder: Path, hashing: Hashing) -> list[str]:

@@ -19,6 +19,9 @@ def placed(given: str, places: Sequence[Path]) -> Path:
 
     Args: places: folders of this machine in which it may be.
     """
+    near = (folder for place in places for folder in (place, place.parent))  # modules lie in folders of their own
+    if here := next((folder for folder in near if _is_named(folder, given)), None):  # also "a[0:2]" and "a+b"
+        return here
     if parts := stack_parts(Path(given)):
         return stack_of([part._replace(path=placed(str(part.path), places)) for part in parts])
     if pair := adapted_by(Path(given)):
@@ -26,8 +29,7 @@ def placed(given: str, places: Sequence[Path]) -> Path:
     for place in places:
         if is_single(file := place / Path(given).name):
             return file
-    near = (folder for place in places for folder in (place, place.parent))  # modules lie in folders of their own
-    return next((folder for folder in near if _is_named(folder, given)), Path(given))
+    return Path(given)
 
 
 def _is_named(place: Path, given: str) -> bool:

@@ -4,12 +4,14 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ... import checkpoint, errors, machine
 from ...config import METHODS, MORE_METHODS, PRESETS, Smat
+from ...folders.writing import locked
 from ...suites import task_names
 from .. import cli, outcome
 from ..manifests import manifest_of
@@ -84,7 +86,10 @@ def sweep(options: Sweep, *, script: Sequence[str], report: Callable[[str], None
     waiting = [job for job in wanted if not _ended_well(job, _run(options, job), options.flags)]
     report(f"{len(wanted)} runs, {len(wanted) - len(waiting)} of them done; logs in {options.out / JOBS}")
     failed, ended = list[Job](), 0
-    with leaving_on_signals():
+    with ExitStack() as held, leaving_on_signals():
+        for job in waiting:
+            lock = job.log.with_suffix(".lock")
+            held.enter_context(locked(lock, f"another sweep runs {job.name} (it holds {lock}): wait for it"))
         launched = chain.from_iterable(launch(wave) for wave in _waves(options.flags, waiting) if not failed)
         for job, status in launched:
             ended += 1

@@ -24,7 +24,7 @@ from ...parallel import ALONE, World
 from ...suites import Suite
 from ...types import Params
 from ...where import mask_problems
-from ..manifests import manifest_of
+from ..manifests import by_other_code, manifest_of
 from ..run_folder import is_free
 from . import resuming
 from .dev_curve import DevCurve, curve_of
@@ -304,12 +304,12 @@ def _train_one(shared: Shared, expert: Expert) -> None:
     if finished:
         if world.leads:
             _forget_replaced(run, task)
-            code = _other_code(checkpoint.load_manifest(run.out / task))
+            code = by_other_code(checkpoint.load_manifest(run.out / task))
             report(f"{task}: already finished{code}{_relabelled(run, task)}")
             _probe_finished(shared, task)
         return
     if last is not None:
-        report(f"{task}: resumes after step {last.step} of {training.steps}{_other_code(last._asdict())}")
+        report(f"{task}: resumes after step {last.step} of {training.steps}{by_other_code(last._asdict())}")
     kept, curve = Kept(suite, run, expert, world), curve_of(suite, task, training, expert.adapters)
     train = partial(train_expert, suite, task, method, training, seed=run.seed, saver=saver, stop=stop, world=world)
     train = partial(train, curve=curve, offload=run.offload, on_state=kept)
@@ -406,11 +406,6 @@ def _manifest(shared: Shared, expert: Expert, params: Params, log: Log, curve: D
     found |= adapted_facts(suite, expert)
     kind = checkpoint.JOINT if run.joint else "expert"
     return checkpoint.describe(full, kind=kind, task=task, **expert.facts, **found)
-
-
-def _other_code(facts: Mapping[str, Any]) -> str:
-    made = facts.get("code")
-    return "" if made == machine.code() else f", by other code ({made or 'unknown'}, now {machine.code()})"
 
 
 def _same_everywhere(world: World, experts: Sequence[Expert]) -> None:

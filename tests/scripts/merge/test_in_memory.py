@@ -15,7 +15,7 @@ import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import save_file
 
-from smat_fn import checkpoint, folders, lora, merge, random
+from smat_fn import checkpoint, folders, lora, machine, merge, random
 from smat_fn.checkpoint import same
 from smat_fn.config import (
     DIGITS,
@@ -33,6 +33,7 @@ from smat_fn.config import (
 )
 from smat_fn.evaluate import Scorer
 from smat_fn.folders.inputs.opening import read_inputs
+from smat_fn.folders.writing import exclusive
 from smat_fn.scripts.analyse import scores
 from smat_fn.scripts.analyse.runs import Run, merged_params
 from smat_fn.scripts.commands import merge as command
@@ -411,7 +412,7 @@ def test_a_run_folder_gives_its_base_and_experts_and_nothing_below(runs, tmp_pat
 def test_a_merge_that_is_done_stays_and_one_of_other_settings_is_refused(runs, tmp_path, monkeypatch):
     inputs = runs["ft"] / "base", [runs["ft"] / task for task in TWO]
     options = {"out": tmp_path, "search": True, "seed": 0}
-    configs = [TaskArithmetic(), Slerp()]
+    configs, checked = [TaskArithmetic(), Slerp()], in_memory._checked
     (first,) = merge_run(Request(configs[:1], *inputs, **options)).values()
     files = {file: file.stat().st_mtime_ns for file in (tmp_path / "ta").iterdir()}
     second, other = merge_run(Request(configs, *inputs, **options)).values()
@@ -419,6 +420,17 @@ def test_a_merge_that_is_done_stays_and_one_of_other_settings_is_refused(runs, t
     assert same(first.params, second.params)
     assert (first.coef, first.dev, first.curve) == (second.coef, second.dev, second.curve)
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "ta").iterdir()} == files
+    with monkeypatch.context() as patch:
+        patch.setattr(machine, "code", lambda: "0.2.0+new")
+        (later,) = merge_run(Request(configs[:1], *inputs, **options)).values()
+        code = checkpoint.load_manifest(tmp_path / "ta")["code"]
+        told = f"it was merged before, by other code ({code}, now 0.2.0+new; --overwrite makes it anew)"
+        assert later.notes == (*second.notes, f"{told}: its dev score is of that code")
+    with exclusive(tmp_path / "wa"), pytest.raises(ValueError, match=r"another merge into .*wa is running"):
+        merge_run(Request([WeightAverage()], *inputs, **options))
+    with monkeypatch.context() as patch:  # another process writes it after the first look
+        patch.setattr(in_memory, "_checked", lambda asked: (*checked(asked)[:3], {}))
+        assert merge_run(Request(configs[:1], *inputs, **options))[tmp_path / "ta"].kept
     refused = {
         "its merge_seed is 0, this merge's would be 1": {"seed": 1},
         "its asked.": {"search": False},
@@ -617,7 +629,8 @@ def test_experts_that_equal_the_base_are_said_as_each_model_is_done(runs, tmp_pa
     given = {"out": tmp_path / "out", "search": False, "seed": 0}
     done = merge_run(Request([TaskArithmetic(coef=0.1), WeightAverage()], base, named, **given), told.append)
     assert told == list(summary(done))
-    assert told[1].startswith("note: all experts equal the base")
+    assert told[1] == f"note: experts 'a' and 'b' are one folder, {base}: it is merged 2 times"
+    assert told[2].startswith("note: all experts equal the base")
 
 
 def test_the_places_of_a_stack_of_one_folder_name_it_once(tmp_path):

@@ -398,7 +398,7 @@ def test_a_resumed_run_tells_what_other_code_has_made(train, tmp_path, monkeypat
     before, told = machine.code(), []
     monkeypatch.setattr(machine, "code", lambda: "0.2.0+new")
     train(tmp_path, "ft", tasks=("rot90", "mirror"), resume=True, report=told.append)
-    other = f", by other code ({before}, now 0.2.0+new)"
+    other = f", by other code ({before}, now 0.2.0+new; --overwrite makes it anew)"
     assert told == [f"rot90: already finished{other}", f"mirror: resumes after step 4 of 6{other}"]
     assert [checkpoint.load_manifest(tmp_path / task)["code"] for task in ("rot90", "mirror")] == [before, "0.2.0+new"]
 

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from smat_fn import checkpoint, machine
 from smat_fn.checkpoint import write_text
+from smat_fn.folders.writing import locked
 from smat_fn.mat.finetune import State
 from smat_fn.scripts import cli
 from smat_fn.scripts.signals import leaving_on_signals
@@ -85,6 +86,18 @@ def test_every_method_with_every_seed_and_again_only_what_failed(script, tmp_pat
     # other flags are another run
     sweep.sweep(Sweep(tmp_path / "out", seeds=(1,), flags="--steps 3"), script=[str(script)], report=lines.append)
     assert len(calls(script)) == 8
+
+
+def test_a_run_of_another_sweep_is_told_before_any_begins(script, tmp_path):
+    options, lock = Sweep(tmp_path / "out", seeds=(1,)), tmp_path / "out/jobs/smat-seed1.lock"
+    with locked(lock, ""), pytest.raises(ValueError, match=rf"another sweep runs smat-seed1 \(it holds {lock}\): wait"):
+        sweep.sweep(options, script=[str(script)])
+    assert calls(script) == []
+    with locked(lock, ""):
+        sweep.sweep(replace(options, methods=("ft",)), script=[str(script)])
+    sweep.sweep(options, script=[str(script)])
+    assert [words[0] for words, _ in calls(script)] == ["ft", "smat"]
+    assert not lock.exists()
 
 
 @pytest.mark.parametrize(

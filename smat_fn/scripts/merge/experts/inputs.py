@@ -15,6 +15,7 @@ from ....errors import problems_of
 from ....folders import read_inputs
 from ....folders.inputs.adapters.peft import is_adapter
 from ....folders.inputs.statistics import of_other_labels, stale, without
+from ....folders.prepare import same_folders
 from ....merge.parts.inputs import Leaves, flat_statistics
 from ...manifests import check_weights, manifest_of, with_tasks_of
 from .given import by_name, model_names
@@ -94,7 +95,7 @@ def load_inputs(
         }
     places = {name: path for name, path, _ in found}
     manifests = {name: manifest for name, _, manifest in found}
-    noted = tuple(dict.fromkeys(notes))
+    noted = tuple(dict.fromkeys([*same_folders(places), *notes]))
     return Inputs(origin, loaded, manifests, places, notes=noted, prints=tuple(prints), stand_ins=stand_ins)
 
 

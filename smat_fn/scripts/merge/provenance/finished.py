@@ -12,7 +12,7 @@ from ....folders.files import Hashing, digests
 from ....folders.inputs.adapters.config import CONFIG
 from ....folders.inputs.adapters.other_tools import file_of
 from ... import outcome
-from ...manifests import flat
+from ...manifests import by_other_code, flat
 from ...recipes.places import named, sources, sources_text
 from ..settings import Verify
 from .card import CARD
@@ -86,9 +86,14 @@ def is_kept(out: Path, others: Callable[[], Sequence[str]], *, overwrite: bool) 
     return True
 
 
+def kept(folder: Path) -> str:
+    """The line on a folder that holds what a command would write."""
+    return f"kept: {folder}: already finished{by_other_code(checkpoint.load_manifest(folder))}"
+
+
 def kept_adapter(adapter: Path) -> Iterator[str]:
     """Lines on an adapter that stays; a note on one that was written when its modules could have unequal ranks."""
-    yield f"kept: {adapter}: already finished"
+    yield kept(adapter)
     if _config(adapter).get("rank_pattern"):
         way = "pass --overwrite to write it with one rank"
         yield f"note: its modules have unequal ranks, which llama.cpp scales wrongly: {way}"

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .... import __version__, errors, random
+from .... import __version__, errors, machine, random
 from .... import merge as mergers
 from ....config import MERGERS, MORE_MERGERS, MergerConfig, preset_of, resolve
 from ....folders import merge_adapters as write
@@ -153,5 +153,6 @@ def _texts(facts: Mapping[str, Any], files: Sequence[Path], inputs: Mapping[str,
         about, base = {"tool": "diffusers", "stored_rank": next(iter(stored.values())).rank}, None
     about |= licenses_of(Path(base) if base else None, {name: file.parent for name, file in places.items()})
     about |= {"base_model": model_names(Path(base))[0] if base else None, "versions": {"smat_fn": __version__}}
+    about |= {"code": machine.code()}
     manifest = {"adapter": "merged", **facts, **about, **hashes(files, inputs, found)}
     return texts(manifest, adapter_card, inputs)

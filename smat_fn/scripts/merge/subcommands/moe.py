@@ -28,7 +28,7 @@ from ...recipes.problems import DTYPES, misspelled
 from ..experts.inputs import facts_of
 from ..provenance.card import card, licenses_of
 from ..provenance.fingerprints import expert_prints, fingerprints_of
-from ..provenance.finished import differences, hashes, is_kept, other_inputs, texts
+from ..provenance.finished import differences, hashes, is_kept, kept, other_inputs, texts
 from ..settings import Moe
 
 States: TypeAlias = Callable[[Sequence[str]], Tensor]  # (layers, width) of prompts
@@ -191,7 +191,7 @@ def make(args: Moe) -> Iterator[str]:
     }
     if is_kept(args.out, partial(_others, args.out, facts, models, args.threads), overwrite=args.overwrite):
         outcome.add("merged", {"folder": args.out, "kept": True})
-        yield f"kept: {args.out}: already finished"
+        yield kept(args.out)
         return
     router = router_of(asked, base, models, seed)
     alike = ", ".join(map(str, degenerate(router[:, : len(paths) - asked.shared])))

@@ -21,7 +21,7 @@ from ...recipes.places import folder_name, placed_by_name
 from ..experts.inputs import model_names
 from ..provenance.card import licenses_of, transplanted_card
 from ..provenance.fingerprints import fingerprints_of
-from ..provenance.finished import hashes, is_kept, other_facts, other_files, other_reads, texts, verify
+from ..provenance.finished import hashes, is_kept, kept, other_facts, other_files, other_reads, texts, verify
 from ..settings import TransplantTokenizer
 
 
@@ -35,7 +35,7 @@ def transplant(args: TransplantTokenizer) -> Iterator[str]:
     facts = _facts(args, asked) | {"shard_size": size}
     if is_kept(args.out, partial(_others, args.out, facts, asked, args.threads), overwrite=args.overwrite):
         outcome.add("kept", args.out)
-        yield f"kept: {args.out}: already finished"
+        yield kept(args.out)
         return
     yield _tokens(asked)
     if args.dry_run:

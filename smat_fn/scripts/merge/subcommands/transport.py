@@ -23,6 +23,7 @@ from ...manifests import check_weights, manifest_of
 from ...run_folder import all_inputs, moving
 from ..experts.inputs import Inputs, load_inputs
 from ..experts.suite import common_suite, unlike
+from ..provenance.finished import kept
 from ..settings import Transport
 from .statistics import batches_of, digest, length, without_padding
 
@@ -60,7 +61,7 @@ def transport(asked: Transport) -> Iterator[str]:
         outcome.add("moved", {"folder": places[task], "kept": task in finished})
         if task in finished:
             moving(places[task]).unlink(missing_ok=True)
-            yield f"kept: {places[task]}: already finished"
+            yield kept(places[task])
             continue
         vector, data = _vector(asked, old, new, task, expert)
         params, found = _chosen(asked, new, task, vector)
