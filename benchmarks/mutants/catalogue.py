@@ -599,11 +599,11 @@ MUTANTS = [
         ("<= _CANCELS * live", "<= 0 * live"),
         ("weight / (norm + _EPS)", "weight / (norm + 1)"),
     ),
+    *_of("merge/karcher.py:Karcher", ("leaves.names(path)]", "leaves.experts]")),
     *_of(
         "merge/karcher.py",
         ("not live:\n        return [weight / total for", "not live:\n        return [weight for"),
         ("not max_iter:", "max_iter:"),
-        ("leaves.names(path)]", "leaves.experts]"),
         ("max(tol, _OPPOSITE)", "tol"),
         ("s - pull * cos * x", "s + pull * cos * x"),
         ("angle / math.sin(angle) * weight", "angle * weight"),

@@ -45,6 +45,7 @@ TESTS = {
     "models/modules.py": "tests/models/test_modules.py",
     "folders/streaming/chunks.py": "tests/folders/test_chunks.py",
     "merge/parts/arithmetic.py:gram_memory": "tests/merge/test_arithmetic.py",
+    "merge/karcher.py:Karcher": "tests/scripts/merge/subcommands/test_recipe.py",
     "merge/parts/windows.py": "tests/merge/test_loops.py",
     "merge/parts/looped_ranks.py": "tests/merge/test_loops.py",
     "merge/parts/sampled.py": "tests/merge/test_loops.py",

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from smat_fn import checkpoint, merge
 from smat_fn.checkpoint import RECIPE
-from smat_fn.config import TaskArithmetic
+from smat_fn.config import Karcher, TaskArithmetic
+from smat_fn.folders import merge_folders
 from smat_fn.scripts import entry
 from smat_fn.scripts.cli import spoken
 from smat_fn.scripts.merge import commands, on_disk, settings
@@ -119,6 +120,20 @@ def test_the_file_in_an_output_repeats_it(name, models, made_of, tmp_path):
     second = tmp_path / "two" / first.name
     for file in "model.safetensors", "config.json", RECIPE:
         assert (first / file).read_bytes() == (second / file).read_bytes()
+
+
+def test_weights_of_karcher_are_those_of_the_experts_that_have_a_layer(models, tmp_path):
+    part = Path(f"{models / 'B'}[0:2]~+{models / 'B'}[2:4]")
+    places = {"A": models / "A", "B": part, "C": models / "C"}
+    merge_folders(Karcher(weights=(1.0, 2.0, 5.0)), models / "A", places, tmp_path / "out")
+    found, trees = (
+        load_file(tmp_path / "out" / "model.safetensors"),
+        [load_file(models / n / "model.safetensors") for n in "ABC"],
+    )
+    for layer, own, weights in ((0, trees[::2], (1.0, 5.0)), (3, trees, (1.0, 2.0, 5.0))):
+        path = f"model.layers.{layer}.mlp.up_proj.weight"
+        expected = merge.karcher([{path: tree[path]} for tree in own], weights=weights)[path]
+        torch.testing.assert_close(found[path], expected)
 
 
 def same_tokens(made, wanted, pad):
