@@ -597,6 +597,27 @@ def test_configurations_inside_the_configuration_are_compared_too(models, tmp_pa
         plan(TA, models / "BASE", {"A": models / "A"}, tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"model_type": "qwen2_vl"}, {"model_type": "qwen2_vl_vision"}),
+        ({"model_type": "Glm4vMoe_text"}, {"model_type": "glm4v_moe_text"}),
+        ({"model_type": ""}, {"model_type": "got_ocr2_vision"}),
+        ({}, {"rope_parameters": {"rope_theta": 1e4, "rope_type": "axial"}}),
+    ],
+)
+def test_parts_that_transformers_4_names_otherwise_are_the_same(old, new, models, tmp_path):
+    for base, expert in (old, new), (new, old):
+        for folder, kind, inner in ("BASE", "lfm2-vl", base), ("A", "lfm2_vl", expert):
+            change(models / folder, model_type=kind, vision_config={"depth": 1} | inner)
+        assert plan(TA, models / "BASE", {"A": models / "A"}, tmp_path / "out").notes == ()
+    for kind in "qwen3_vl", "qwen2_vl_moe":
+        change(models / "BASE", vision_config={"model_type": "qwen2_vl_vision"})
+        change(models / "A", vision_config={"model_type": kind})
+        with pytest.raises(ValueError, match=f"another kind of model .* .vision_config.model_type {kind}, base's is"):
+            plan(TA, models / "BASE", {"A": models / "A"}, tmp_path / "out")
+
+
 @pytest.mark.slow
 def test_a_configuration_with_its_defaults_is_the_one_without_them_for_every_kind_of_model(tmp_path):
     CONFIG_MAPPING = pytest.importorskip("transformers.models.auto.configuration_auto").CONFIG_MAPPING

@@ -1,5 +1,6 @@
 """Differences between the files beside the weights of models: configurations, labels, chat templates, code."""
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -68,7 +69,7 @@ def differences(
                 path
                 for name in names
                 for path in own
-                if _last(path) == name and _unlike(own[path], config.get(path), kind, name)
+                if _last(path) == name and _unlike(own[path], config.get(path), kind, path)
             ]
             said = ", ".join(f"{name} {_short(config[name])}, base's is {_short(own[name])}" for name in found)
             if found and kind in ERRORS and not chosen:
@@ -132,7 +133,8 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-_ROPES = {"mrope": "default", "su": "longrope"}  # of Qwen2-VL and Phi-3, as transformers reads them
+# of Qwen2-VL and Phi-3, as transformers reads them; of Qwen2-VL's vision tower, which transformers 4 does not name
+_ROPES = {"mrope": "default", "su": "longrope", "axial": "default"}
 
 
 def _one_rope(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,16 +161,28 @@ def _last(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-def _unlike(left: Any, right: Any, kind: str, name: str = "") -> bool:
+def _unlike(left: Any, right: Any, kind: str, path: str = "") -> bool:
     """Whether two values of a field differ in a way that is of this kind."""
-    if left == right or (None in (left, right) and name != "sliding_window"):
+    if left == right or (None in (left, right) and _last(path) != "sliding_window"):
         return False
+    if path.endswith("model_type"):
+        kinds = {_kind(side, inner="." in path) for side in (left, right)}
+        return len(kinds) > 1 and "" not in kinds  # transformers 4 wrote "" for some parts
     if kind.startswith("labels"):
         names = [side.values() if isinstance(side, dict) else side for side in (left, right)]
         found = [sorted(map(str, side)) if isinstance(side, Collection) else side for side in names]
         return (found[0] == found[1]) == (kind in ERRORS)
     lists = isinstance(left, list) and isinstance(right, list)
     return kind != "settings" or not lists or len(left) == len(right)  # stacks have lists of other lengths
+
+
+def _kind(name: object, *, inner: bool) -> str:
+    """A model_type without what transformers 4 and 5 write differently: lfm2-vl and lfm2_vl, Glm4vMoe and glm4v_moe.
+
+    Args: inner: of a part; Qwen2-VL's vision tower is called qwen2_vl by the former, qwen2_vl_vision by the latter.
+    """
+    words = re.sub(r"_(vision|text)$", "", str(name)) if inner else str(name)
+    return re.sub("[-_]", "", words).lower()
 
 
 def _short(value: Any) -> str:
