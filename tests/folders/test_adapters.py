@@ -221,7 +221,7 @@ def merged_whole(folders, path, lora, tmp_path):
         ({"use_dora": "yes"}, "use_dora to 'yes'"),
         ({"bias": "lora_b"}, "bias to 'lora_b'"),
         ({"peft_type": "IA3"}, "peft_type to 'IA3'"),
-        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights to 'pissa_niter_4'"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights to 'pissa'"),
         ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters to ['experts.gate_up_proj']"),
         ({"trainable_token_indices": [3]}, "trainable_token_indices to [3]"),
         ({"lora_bias": True}, "lora_bias to True"),
@@ -234,6 +234,55 @@ def test_other_kinds_of_adapters_are_refused_by_name(settings, name, base, adapt
     with pytest.raises(ValueError, match=r"^expert 'x': its adapter_config.json sets ") as caught:
         merged(folders, base, folder, tmp_path)
     assert f"sets {name}, which is not read here: merge it into its base with peft" in str(caught.value)
+
+
+CHANGED = "give as base the model whose weights this initialisation changed, and set init_lora_weights to true"
+
+
+@pytest.mark.parametrize("kind", ["pissa_niter_4", "corda", "lora_ga", "loftq"])
+def test_initialisations_that_peft_does_not_repeat_are_not_sent_to_its_merge(kind, base, adapter, folders, tmp_path):
+    folder = adapter({f"model.{UP}": factors((10, 6))}, init_lora_weights=kind)
+    with pytest.raises(ValueError, match=re.escape(CHANGED)) as caught:
+        merged(folders, base, folder, tmp_path)
+    assert "with peft" not in str(caught.value)
+    assert ("path_initial_model_for_weight_conversion=INIT), or give as base" in str(caught.value)) == (kind != "loftq")
+    left = {name: {"x": 1} for name in ("corda_config", "lora_ga_config", "loftq_config")}  # mean nothing any more
+    converted = adapter({f"model.{UP}": factors((10, 6))}, name="converted", init_lora_weights=True, **left)
+    a, b = factors((10, 6))
+    folders.assert_same_bits(merged(folders, base, converted, tmp_path), changed(base, **{UP: 2 * b @ a}))
+
+
+@pytest.mark.filterwarnings("ignore")  # of peft, about its own settings
+def test_a_converted_adapter_and_one_of_the_changed_base_are_the_trained_model(folders, tmp_path):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    start = torch.nn.Sequential(torch.nn.Linear(12, 8), torch.nn.Linear(8, 10))
+    config = peft.LoraConfig(r=2, lora_alpha=3, target_modules=["0"], init_lora_weights="pissa_niter_4")
+    torch.manual_seed(1)
+    model = peft.get_peft_model(copy.deepcopy(start), config)
+    held = model.peft_config["default"]
+    held.init_lora_weights = True
+    model.save_pretrained(tmp_path / "init")
+    held.init_lora_weights = "pissa_niter_4"
+    with torch.no_grad():
+        for leaf in model.parameters():
+            leaf += 0.1 * leaf.requires_grad * torch.randn(leaf.shape)
+    model.save_pretrained(tmp_path / "changed")
+    model.save_pretrained(tmp_path / "converted", path_initial_model_for_weight_conversion=str(tmp_path / "init"))
+    now = model.base_model.model.state_dict()
+    changed = {name.replace(".base_layer", ""): leaf.clone() for name, leaf in now.items()}
+    bases = {"converted": start.state_dict(), "changed": {k: v for k, v in changed.items() if ".lora_" not in k}}
+    trained = model.merge_and_unload().state_dict()
+    torch.manual_seed(2)
+    again = peft.PeftModel.from_pretrained(copy.deepcopy(start), tmp_path / "changed").merge_and_unload().state_dict()
+    assert (again["0.weight"] - trained["0.weight"]).abs().max() > 1e-3  # what the error warns of
+    file = tmp_path / "changed/adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"init_lora_weights": True}))
+    for name, leaves in bases.items():
+        base = folders.save(tmp_path / f"base-{name}", {path: leaf.clone() for path, leaf in leaves.items()})
+        merge_folders(TA, base, {"x": tmp_path / name}, tmp_path / f"out-{name}")
+        for path, leaf in folders.load(tmp_path / f"out-{name}").items():
+            torch.testing.assert_close(leaf, trained[path], rtol=0, atol=2e-6)
 
 
 KINDS = {

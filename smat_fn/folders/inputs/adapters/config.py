@@ -15,6 +15,7 @@ _LONGEST = 1.0  # seconds that an expression may take: re, which has no limit, m
 _UNUSED = {  # by the merged weights; everything else that is set, and not handled below, is refused
     "auto_mapping",
     "base_model_name_or_path",
+    "corda_config",  # of an initialisation, as the other ones: `init_lora_weights` says whether it is in force
     "ensure_weight_tying",
     "eva_config",
     "exclude_modules",
@@ -22,6 +23,8 @@ _UNUSED = {  # by the merged weights; everything else that is set, and not handl
     "layers_pattern",
     "layers_to_transform",
     "lora_dropout",
+    "lora_ga_config",
+    "loftq_config",
     "megatron_core",
     "modules_to_save",
     "peft_version",
@@ -53,6 +56,15 @@ _OF_PRODUCTS = {  # fields of LoHa and LoKr alone, which say how the tensors tha
 }
 _BIASES = "all", "lora_only"  # that are trained, and stored as whole leaves
 MERGED = "merge it into its base with peft, and give the result"
+_CHANGED = (
+    "give as base the model whose weights this initialisation changed, and set init_lora_weights to true in a copy of "
+    "the adapter"
+)
+_CONVERTED = (
+    "peft does not repeat this initialisation exactly on load, so convert the adapter where it was trained, by "
+    "save_pretrained(OUT, path_initial_model_for_weight_conversion=INIT)"
+)
+_CONVERTIBLE = "pissa_niter_", "corda", "lora_ga"  # pissa and olora are repeated exactly
 WHOLE = "merge whole models instead, merge.py MERGER --base BASE --experts ADAPTERS"
 WIDER = "the widest dtype of the adapters: give smaller weights, or save an adapter in float32"
 _UNMERGED = "it is not a fixed change of weights, so it cannot be merged: leave it out"
@@ -94,10 +106,17 @@ def config_problems(label: str, config: Mapping[str, Any], *, whole: bool = Fals
         if name == "target_parameters" and not _of_parameters(config):
             continue
         if name in _USED or value not in (None, False, {}, []):
-            out = _UNMERGED if name == "alora_invocation_tokens" else MERGED
-            yield f"{label}: its {CONFIG} sets {name} to {value!r}, which is not read here: {out}"
+            yield f"{label}: its {CONFIG} sets {name} to {value!r}, which is not read here: {_way_out(name, value)}"
     yield from (f"{label}: in its {CONFIG} {text}" for text in _no_patterns(config))
     yield from (f"{label}: its {CONFIG} has no number {name}: is it a LoRA adapter?" for name in _no_numbers(config))
+
+
+def _way_out(name: str, value: object) -> str:
+    if name == "alora_invocation_tokens":
+        return _UNMERGED
+    if name != "init_lora_weights" or not str(value).startswith((*_CONVERTIBLE, "loftq")):
+        return MERGED
+    return _CHANGED if value == "loftq" else f"{_CONVERTED}, or {_CHANGED}"
 
 
 def no_scales(config: Mapping[str, Any]) -> bool:
