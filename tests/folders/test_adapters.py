@@ -16,6 +16,7 @@ from smat_fn import lora, random
 from smat_fn.config import Dare, TaskArithmetic, Ties, WeightAverage
 from smat_fn.folders import extract_lora, merge_adapters, merge_folders, plan
 from smat_fn.folders.inputs.adapters import config as adapter_config
+from smat_fn.folders.inputs.adapters.peft import BESIDE
 
 TA = TaskArithmetic(coef=1.0)
 PREFIX = "base_model.model."
@@ -408,7 +409,7 @@ def test_what_linear_layers_cannot_hold_is_one_error(settings, way, base, adapte
         assert "; " not in str(caught.value)
 
 
-@pytest.mark.parametrize("file", ["non_lora_trainables.bin", "trainable_params.bin"])
+@pytest.mark.parametrize("file", [*BESIDE, "vit.safetensors", "extra.pt"])
 def test_weights_that_were_trained_beside_an_adapter_are_not_lost_unsaid(file, base, adapter, folders, tmp_path):
     folder = adapter({f"model.{UP}": factors((10, 6))})
     (folder / file).touch()
@@ -416,8 +417,19 @@ def test_weights_that_were_trained_beside_an_adapter_are_not_lost_unsaid(file, b
         lambda: merged(folders, base, folder, tmp_path),
         lambda: merge_adapters({"x": folder}, tmp_path / "out", lambda found: found["x"]),
     ):
-        with pytest.raises(ValueError, match=rf"'x': \S+{file} holds weights that were trained beside the adapter"):
+        with pytest.raises(ValueError, match=rf"'x': \S+{file} holds weights beside the adapter, which are not read"):
             read()
+
+
+def test_a_trainers_files_beside_an_adapter_are_passed_over_and_a_head_is_noted(base, adapter, folders, tmp_path):
+    start, folder = folders.save(tmp_path / "base", base), adapter({f"model.{UP}": factors((10, 6))})
+    names = "training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "rng_state.pth", "rng_state_1.pth"
+    for name in (*names, "scaler.pt", "adapter_model.pt", "adapter_0.pt", "recipe_state.pt", "fisher.safetensors"):
+        (folder / name).touch()
+    assert plan(TA, start, {"x": folder}, tmp_path / "out").notes == ()
+    (folder / "value_head.safetensors").touch()
+    told = "expert 'x' holds a head beside the adapter, which is left out (value_head.safetensors)"
+    assert plan(TA, start, {"x": folder}, tmp_path / "out").notes == (told,)
 
 
 def test_all_problems_of_an_adapter_are_listed(base, adapter, folders, tmp_path):

@@ -352,7 +352,7 @@ def test_settings_of_modules_and_components_that_differ_are_noted(tmp_path):
     for folder in (one, two):
         (folder / "2_Dense/model.safetensors").unlink()
     processor, note = plan(TA, plain, {"one": one}, tmp_path / "none").notes
-    told = "expert 'one' has a preprocessor_config.json, base has none: the output has none, copy it there"
+    told = "expert 'one' has files that base lacks (preprocessor_config.json): the output lacks them, copy them there"
     assert processor == told
     assert note.startswith(
         "expert 'one' is a model of sentence-transformers, base is not: the output has no pooling, c"

@@ -170,7 +170,7 @@ def test_tokenizers_processors_and_code_that_the_output_lacks_are_notes(models, 
     assert [note for note in notes if note.startswith("expert 'A'")] == [
         f"expert 'A' {without}",
         "expert 'A' has another modeling_own.py than base: the output has that of base",
-        "expert 'A' has a preprocessor_config.json, base has none: the output has none, copy it there",
+        "expert 'A' has files that base lacks (preprocessor_config.json): the output lacks them, copy them there",
     ]
     assert [note for note in notes if note.startswith("expert 'B'")] == [f"expert 'B' {without}"]
     notes = plan(TA, models / "BASE", {"A": models / "A"}, tmp_path / "out", config_from="A").notes
@@ -185,6 +185,50 @@ def test_folders_of_a_processor_come_along(models, tmp_path):
         (models / "BASE" / file).write_text(text)
     merge_folders(TA, models / "BASE", {"A": models / "A"}, tmp_path / "out")
     assert {file: (tmp_path / "out" / file).read_text() for file in own} == own
+
+
+def test_weights_that_a_model_is_used_with_come_from_base(models, tmp_path):
+    names = "spk_dict.pt", "colbert_linear.pt", "sparse_linear.pt", "adapter.eng.safetensors", "adapter.eng.bin"
+    for name in names:
+        (models / "BASE" / name).write_text("own")
+        (models / "A" / name).write_text("own")
+    (models / "A/sparse_linear.pt").write_text("two")  # as long
+    (models / "A/adapter.fra.safetensors").write_text("own")
+    report = merge_folders(TA, models / "BASE", {"A": models / "A"}, tmp_path / "out")
+    assert {name: (tmp_path / "out" / name).read_text() for name in names} == dict.fromkeys(names, "own")
+    assert report.notes == (
+        "expert 'A' has files that base lacks (adapter.fra.safetensors): the output lacks them, copy them there",
+        "expert 'A' has other weights than base in sparse_linear.pt: the output has those of base",
+    )
+
+
+def test_weights_that_an_output_loses_are_notes(models, tmp_path):
+    kept = (
+        *("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state_0.pth", "scaler.pt", "pytorch_model.bin"),
+        *("pytorch_model-00001-of-00002.bin", "consolidated.safetensors", "consolidated.00.pth", "model.gguf"),
+        *("tf_model.h5", "flax_model.msgpack", "model.fp16.safetensors", "openvino_model.bin", "lit_model.pth"),
+        *("open_clip_pytorch_model.bin", "original/consolidated.00.pth", "global_step9/mp_rank_00_model_states.pt"),
+        *("onnx/model.onnx", "fisher.safetensors", "smat_theta_0.safetensors", "adam.safetensors"),
+    )
+    for folder in "BASE", "A":
+        for name in kept:
+            (models / folder / name).parent.mkdir(exist_ok=True)
+            (models / folder / name).touch()
+    experts = {"A": models / "A"}
+    assert plan(TA, models / "BASE", experts, tmp_path / "out").notes == ()
+    index = {"weight_map": dict.fromkeys(load_file(models / "A/model.safetensors"), "of-a-tool.safetensors")}
+    (models / "A/model.safetensors").rename(models / "A/of-a-tool.safetensors")
+    (models / "A/model.safetensors.index.json").write_text(json.dumps(index))
+    assert plan(TA, models / "BASE", experts, tmp_path / "out").notes == ()
+    (models / "BASE/vocoder.pt").touch()
+    (models / "A/value_head.safetensors").touch()
+    (models / "A/ema.ckpt").touch()
+    told = "holds weights beside its model that are neither merged nor copied ({}): copy them to the output if it needs"
+    wanted = f"base {told.format('vocoder.pt')}", f"expert 'A' {told.format('ema.ckpt, value_head.safetensors')}"
+    assert plan(TA, models / "BASE", experts, tmp_path / "out").notes == tuple(f"{text} them" for text in wanted)
+    notes = []
+    read_inputs(models / "BASE", experts, notes)  # of a search
+    assert notes == [f"{text} them" for text in wanted]
 
 
 def test_chat_templates_and_generation_configs_that_differ_are_notes(models, tmp_path):

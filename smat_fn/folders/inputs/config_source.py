@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import errors
-from .differing import differences
+from .differing import differences, unread_notes
 from .heads import head_files, head_notes
 from .hub import local_folder
 from .opening import RESERVED, key_of, roots_of
@@ -86,6 +86,7 @@ class Sources:
             wrong, unlike = differences(start.root, others, chosen=self.config_from is not None, template=template)
             problems += wrong
             notes += unlike
+        notes += unread_notes({"base": start.root, **others})
         for row in self.rows:
             notes += row.notes
         notes += head_notes(self.heads)

@@ -1,5 +1,6 @@
 """Differences between the files beside the weights of models: configurations, labels, chat templates, code."""
 
+import filecmp
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
@@ -7,9 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoint import read_json
-from ...errors import problems_of
+from ...errors import problems_of, some_of
+from .adapters.peft import is_adapter
 from .reading import MODULES, PIPELINE, config_of, load_config
-from .side_files import PROCESSOR, TOKENIZER, files_of, others_of, read_object, template_of, unlike_templates
+from .side_files import (
+    COPIED,
+    PROCESSOR,
+    TOKENIZER,
+    files_of,
+    others_of,
+    read_object,
+    template_of,
+    unlike_templates,
+    unread_weights,
+)
 from .towers import compared
 from .vocabulary import FITTED
 
@@ -239,8 +251,12 @@ def _code(label: str, base: Path, root: Path) -> Iterator[str]:
 
 def _settings(label: str, base: Path, root: Path) -> Iterator[str]:
     """Notes on what comes from base alone: pooling, image processors, schedulers and components of a pipeline."""
-    for name in files_of(root, [PROCESSOR]).keys() - files_of(base, [PROCESSOR]).keys():
-        yield f"{label} has a {name}, base has none: the output has none, copy it there"
+    own, others = (files_of(path, (PROCESSOR, *COPIED)) for path in (base, root))
+    if more := [name for name in others if name not in own]:
+        yield f"{label} has files that base lacks ({some_of(more)}): the output lacks them, copy them there"
+    weights = [name for name in others if name in own and not name.endswith(".json")]
+    if unlike := [name for name in weights if not filecmp.cmp(own[name], others[name], shallow=False)]:
+        yield f"{label} has other weights than base in {some_of(unlike)}: the output has those of base"
     if (root / MODULES).is_file() and not (base / MODULES).is_file():
         yield (
             f"{label} is a model of sentence-transformers, base is not: the output has no pooling, copy {MODULES}, the "
@@ -257,6 +273,16 @@ def _settings(label: str, base: Path, root: Path) -> Iterator[str]:
         ]
         if found:
             yield f"{label} has another {name} ({', '.join(found)}): the output has that of base"
+
+
+def unread_notes(roots: Mapping[str, Path]) -> Iterator[str]:
+    """Notes on files of weights that are lost in an output. Args: roots: of base and experts, by label."""
+    for label, root in roots.items():
+        if not is_adapter(root) and (found := unread_weights(root)):
+            yield (
+                f"{label} holds weights beside its model that are neither merged nor copied ({some_of(found)}): copy "
+                "them to the output if it needs them"
+            )
 
 
 def _read_settings(file: Path) -> dict[str, Any]:

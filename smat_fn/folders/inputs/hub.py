@@ -17,6 +17,7 @@ from .adapters.peft import BESIDE, is_adapter
 from .optional_leaves import as_base_spells, may_be_spare, recast
 from .quantised import quantised_by, refused_by_config
 from .reading import PICKLED, PICKLES, SUFFIXES, config_of, open_folder
+from .side_files import COPIED
 from .stacks import folders_of
 from .stored import DTYPES
 from .towers import part_config
@@ -26,9 +27,10 @@ _NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?(/(
 _OF_FOLDERS = re.compile(r"(model|diffusion_pytorch_model|adapter_model)(-\d+-of-\d+)?\.safetensors")
 _FILES = [
     *("*.safetensors", "*.json", "*.model", "*.txt", "*.tiktoken", "*.spm", "*.jinja", "*.py", "*.codes"),
-    *("*.tokenizer", "README.md", *BESIDE),  # the last ones are not read: with them an adapter is refused
+    *("*.tokenizer", "README.md", *(own for own in COPIED if own.endswith(".pt"))),
+    *BESIDE,  # not read: with them an adapter is refused
 ]
-_PICKLES = PICKLED, "pytorch_model-*.bin", "adapter_model.bin"
+_PICKLES = PICKLED, "pytorch_model-*.bin", "adapter_model.bin", *(own for own in COPIED if own.endswith(".bin"))
 
 
 class Remote(NamedTuple):

@@ -13,7 +13,7 @@ from ...errors import some_of
 from ...merge.parts.inputs import Leaves, fit_problems
 from .adapters.experts import open_adapter
 from .adapters.peft import is_adapter
-from .differing import differences
+from .differing import differences, unread_notes
 from .diffusion import other_kind
 from .heads import NOTHING_APART, apart, left_out, unprefixed, ways_out
 from .hub import header_problems, local_folder, unavailable
@@ -48,7 +48,8 @@ def read_inputs(
     roots = {f"expert {name!r}": folder.root for name, folder in found.items() if folder.root != start.root}
     wrong, unlike = differences(start.root, roots, chosen=False, template=True, options=False)
     errors.raise_problems(wrong)
-    notes += [*tokenizer_notes(start.root, roots), *unlike, *strangers(start, found)]
+    notes += [*tokenizer_notes(start.root, roots), *unlike, *unread_notes({"base": start.root, **roots})]
+    notes += strangers(start, found)
     notes += [folder.note for folder in (start, *found.values()) if folder.note]
     notes += left_out(heads or {})
     modules = tuple(filter(None, start.outputs))  # those of sentence-transformers are no part of the model

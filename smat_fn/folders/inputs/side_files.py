@@ -3,14 +3,15 @@
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
-from ...checkpoint import read_json
+from ...checkpoint import STATISTICS, read_json
 from .quantised import plain_config, quantised_by
-from .reading import MODULES, PIPELINE, ROUTER, SUFFIXES, config_of, module_folders
+from .reading import MODULES, PICKLES, PIPELINE, ROUTER, SUFFIXES, config_of, module_folders
 
 Files: TypeAlias = dict[str, Path | bytes]  # by name: to be copied, or as they are
 
@@ -35,6 +36,15 @@ PROCESSOR = "*processor_config.json"
 _OWN_FOLDERS = "*_tokenizer/*", "speaker_embeddings*", "speaker_embeddings/**/*"  # of a processor
 _WORDS = "wordembedding_config.json", "whitespacetokenizer_config.json", "phrasetokenizer_config.json"
 OTHERS = PROCESSOR, PIPELINE, MODULES, ROUTER, "*sentence*.json", *_OWN_FOLDERS, *_WORDS  # and of `module_folders` all
+# weights that are used beside those of a model: Qwen2.5-Omni's speakers, MMS's adapters of languages, BGE-M3's heads
+COPIED = "spk_dict.pt", "colbert_linear.pt", "sparse_linear.pt", "adapter.*.safetensors", "adapter.*.bin"
+_PASSED = (  # files of weights that need no note beside those that are read, since the output loses nothing with them
+    *("model[.-]*", "pytorch_model*", "diffusion_pytorch_model*", "adapter_model.*"),  # read, or the same once more
+    *("consolidated*", "openvino_*", "open_clip_*", "ggml*", "lit_model.pth", "adapter_[0-9]*.pt"),  # of other programs
+    *("training_args.bin", "optimizer*", "scheduler*", "scaler.pt", "sampler*", "dl_state_dict*", "rng_state*"),
+    *("*_state.*", "*_model_states.pt", "*_world_size_*", "custom_checkpoint_*"),  # a trainer's
+    *(*STATISTICS.values(), "smat_*", "*.resume.safetensors"),  # of train.py and the Trainer with SMAT
+)
 TEMPLATE = "chat_template.jinja"
 _OLD_TEMPLATE = "chat_template.json"
 _WITH_TEMPLATE = "processor_config.json", _OLD_TEMPLATE, "tokenizer_config.json"  # as a field; a processor's is first
@@ -50,10 +60,27 @@ def files_of(root: Path, patterns: Iterable[str]) -> dict[str, Path]:
 
 def others_of(root: Path) -> dict[str, Path]:
     """The files of a checkpoint that are neither weights nor those of the model itself and its tokenizer."""
-    found = files_of(root, OTHERS)
+    found = files_of(root, (*OTHERS, *COPIED))
     for folder in module_folders(root):
-        found |= {str(Path(folder.relative_to(root), name)): file for name, file in files_of(folder, ["*"]).items()}
-    return {name: file for name, file in found.items() if not name.endswith(WEIGHT_FILES)}
+        own = {str(Path(folder.relative_to(root), name)): file for name, file in files_of(folder, ["*"]).items()}
+        found |= {name: file for name, file in own.items() if not name.endswith(WEIGHT_FILES)}
+    return found
+
+
+def unread_weights(root: Path) -> list[str]:
+    """Files of weights beside those of a model or an adapter, by name, that are neither read nor copied.
+
+    Passed over are a trainer's state and what stands for the model's own weights; in pipelines, whose weights lie in
+    folders, files of the whole.
+    """
+    if not root.is_dir() or (root / PIPELINE).exists():
+        return []
+    known = {*others_of(root), *files_of(root, (*CONFIG, *TOKENIZER))}
+    for index in root.glob("*.index.json"):
+        placed = read_object(index).get("weight_map")
+        known |= set(map(str, placed.values())) if isinstance(placed, dict) else set()
+    found = {file.name for file in root.iterdir() if file.suffix in SUFFIXES + PICKLES and file.is_file()} - known
+    return sorted(name for name in found if not any(fnmatch(name, pattern) for pattern in _PASSED))
 
 
 def beside(

@@ -9,12 +9,15 @@ from safetensors import SafetensorError
 from .... import checkpoint
 from ....errors import some_of
 from ..reading import PICKLES, SUFFIXES, foreign
+from ..side_files import unread_weights
 from ..stored import Pickled, Store
 from .config import CONFIG, PICKLED, WEIGHTS, as_lora, config_problems, is_other_kind, no_scales, scale_of
 from .opened import Opened
 from .other_tools import file_of
 
-BESIDE = "non_lora_trainables.bin", "trainable_params.bin"  # of LLaVA (its projector), of LongLoRA
+# pickled weights that are trained beside an adapter: of LLaVA, of Qwen2-VL and Phi-3-V's finetuning, of LongLoRA
+BESIDE = "non_lora_trainables.bin", "mm_projector.bin", "non_lora_state_dict.bin", "trainable_params.bin"
+_HEADS = "value_head.", "scoring_head."  # of LLaMA-Factory and ms-swift, which no base has
 PREFIX = "base_model.model."
 _OF_TRAINER = re.compile(r"checkpoint-\d+")  # folders of transformers' Trainer, from earlier steps
 PARTS = {
@@ -61,16 +64,20 @@ def opened_folder(label: str, path: Path, *, whole: bool = False) -> Opened:
     if store is None:
         raise ValueError(f"{label}: {path} {foreign(path)}")
     problems = list(config_problems(label, config, whole=whole))
+    beside = unread_weights(path)
+    heads = [name for name in beside if name.startswith(_HEADS)]
     problems += [
-        f"{label}: {path / name} holds weights that were trained beside the adapter, which are not read here: write "
-        "the whole model by the program that trained it, and give that"
-        for name in BESIDE
-        if (path / name).exists()
+        f"{label}: {path / name} holds weights beside the adapter, which are not read here: write the whole model by "
+        "the program that trained it, and give that, or a copy of the adapter's folder without this file"
+        for name in beside
+        if name not in heads
     ]
     if is_other_kind(config):  # its leaves are another kind's too
         raise ValueError(problems[0])
     scale = None if no_scales(config) else partial(scale_of, label, config)
-    return Opened(config, store, scale, problems, {file: store, path / CONFIG: None}, _others_note(label, path))
+    left = f"{label} holds a head beside the adapter, which is left out ({some_of(heads)})" if heads else ""
+    note = "; ".join(filter(None, (_others_note(label, path), left)))
+    return Opened(config, store, scale, problems, {file: store, path / CONFIG: None}, note)
 
 
 def _others_note(label: str, path: Path) -> str:
