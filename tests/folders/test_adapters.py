@@ -134,7 +134,7 @@ def test_patterns_change_rank_and_alpha_of_modules_by_their_ends(base, adapter, 
 
 
 def test_adapters_with_names_beside_the_default_one_are_noted(base, adapter, folders, tmp_path):
-    default, named = adapter({f"model.{Q}": factors((6, 6))}), factors((10, 6))
+    default, named = adapter({f"model.{Q}": factors((6, 6))}, target_modules=["0.q"]), factors((10, 6))
     adapter({f"model.{UP}": named}, name="adapter/x")
     adapter({f"model.{UP}": factors((10, 6))}, name="adapter/checkpoint-500")
     path = folders.save(tmp_path / "base", base)
@@ -407,6 +407,31 @@ def test_what_linear_layers_cannot_hold_is_one_error(settings, way, base, adapte
         with pytest.raises(ValueError, match=rf"sets \w+ to .*, which is not read here: {way}") as caught:
             read()
         assert "; " not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "noted"),
+    [
+        ({"target_modules": ["q", "up"]}, True),
+        ({"target_modules": r"model\.layers\.\d\.(q|up)"}, True),
+        ({"target_modules": ["0.q", "up"]}, False),
+        ({"target_modules": r"model\.layers\.0\..*"}, False),
+        ({"target_modules": "("}, False),  # of another library than re
+        ({"target_modules": ["q"], "layers_to_transform": 0}, False),
+        ({"target_modules": ["q"], "exclude_modules": ["layers.1.q"]}, False),
+        ({"target_modules": ["norm"]}, False),  # nothing like it is adapted
+    ],
+)
+def test_an_adapter_of_which_a_part_was_saved_is_noted(settings, noted, base, adapter, folders, tmp_path):
+    start = folders.save(tmp_path / "base", base)
+    half = adapter({"model.layers.0.q": factors((6, 6)), f"model.{UP}": factors((10, 6))}, **settings)
+    told = (
+        "expert 'x' lacks factors of 'model.layers.1.q', though target_modules in its adapter_config.json names them "
+        "and other layers have theirs: if only a part of the adapter was saved, save it again"
+    )
+    assert plan(TA, start, {"x": half}, tmp_path / "out").notes == ((told,) if noted else ())
+    both = {f"model.layers.{i}.q": factors((6, 6)) for i in range(2)}
+    assert plan(TA, start, {"x": adapter(both, name="both", **settings)}, tmp_path / "out").notes == ()
 
 
 @pytest.mark.parametrize("file", [*BESIDE, "vit.safetensors", "extra.pt"])

@@ -164,6 +164,23 @@ def _no_numbers(config: Mapping[str, Any]) -> Iterator[str]:
     )
 
 
+def targets(config: Mapping[str, Any], module: str) -> bool:
+    """Whether ``target_modules`` names a module of a base, as in peft; False where only some layers are adapted."""
+    if config.get("layers_to_transform") is not None:
+        return False
+    return _names(config.get("target_modules"), module) and not _names(config.get("exclude_modules"), module)
+
+
+def _names(given: object, module: str) -> bool:
+    """Whether an expression matches a module's path, or a list has its end."""
+    if isinstance(given, str):
+        try:
+            return regex.fullmatch(given, module, timeout=_LONGEST) is not None
+        except (regex.error, TimeoutError, RecursionError, OverflowError):
+            return False
+    return isinstance(given, list) and any(f".{module}".endswith(f".{end}") for end in given)
+
+
 def scale_of(label: str, config: Mapping[str, Any], module: str, rank: int | None) -> float:
     """The scale of a module's factors: alpha / rank, or alpha / √rank.
 

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from .... import checkpoint, errors, tree
+from ....errors import and_more
 from ..naming import namings
+from ..optional_leaves import predicts_ahead
 from ..reading import Folder, config_of
 from ..stored import Pickled, Store, Stored
 from ..vocabulary import HEAD, by_token
 from . import products
 from .changes import Change, Magnitude, changed
-from .config import CONFIG, MERGED, WEIGHTS
+from .config import CONFIG, MERGED, WEIGHTS, targets
 from .opened import Opened
 from .other_tools import DORA, MAGNITUDE, file_of, open_foreign
 from .peft import PARTS, PREFIX, opened_folder, weights_of
@@ -84,7 +86,7 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
             touched.add(leaf)
     errors.raise_problems(problems)
     tied = "" if file is not None else _tied_note(label, touched, base, head)  # mlx-lm adapts the head too
-    notes = filter(None, (_base_note(label, path, config, base), tied, note))
+    notes = filter(None, (_base_note(label, path, config, base), tied, _half_note(label, config, touched, base), note))
     return Folder(label, leaves, reads, files, path, note="; ".join(notes))
 
 
@@ -189,6 +191,27 @@ def _tied_note(label: str, touched: Collection[str], base: Folder, head: bool) -
         f"{label} changes {changed[0]!r}, and with it the head that base ties to it; in peft the head stays base's, "
         "since the adapter's file holds none"
     )
+
+
+def _half_note(label: str, config: Mapping[str, Any], touched: Collection[str], base: Folder) -> str:
+    """A note on modules that an adapter names and lacks, though it has others of the same path in other layers."""
+    kinds, own = {_unnumbered(path) for path in touched}, {**config_of(base.root), **base.config}
+    lacking = [
+        path.removesuffix(".weight")
+        for path in base.leaves
+        if path.endswith(".weight") and path not in touched and _unnumbered(path) in kinds
+    ]
+    lacking = [path for path in lacking if targets(config, path) and not predicts_ahead(path, own)]
+    if not lacking:
+        return ""
+    return (
+        f"{label} lacks factors of {and_more(map(repr, lacking))}, though target_modules in its {CONFIG} names them "
+        "and other layers have theirs: if only a part of the adapter was saved, save it again"
+    )
+
+
+def _unnumbered(path: str) -> str:
+    return re.sub(r"\d+", "0", path)
 
 
 def _ties(base: Folder) -> bool:
