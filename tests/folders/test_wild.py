@@ -1,10 +1,17 @@
 """Inputs as they are found: other vocabularies, tied heads, tokenizers, quantised weights, single files, hub names."""
 
+import argparse
 import json
+from pathlib import PurePosixPath
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.tensor import DTensor, Shard
+from torch.serialization import safe_globals
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from smat_fn import random
 from smat_fn.config import Della, TaskArithmetic, Ties, WeightAverage
@@ -286,19 +293,30 @@ def pickled(folder, *, shards=1, legacy=False):
     return folder
 
 
+class Own(torch.Tensor):
+    """As DTensor's, a class that may be loaded once it is known."""
+
+    def __new__(cls, leaf):
+        return leaf.as_subclass(cls)
+
+
 @pytest.mark.parametrize(
     ("leaf", "told"),
     [
         (torch.eye(2).to_sparse(), "holds 'w', a tensor that is sparse"),
-        (torch.empty(2, device="meta"), "holds 'w', a tensor that is sparse, nested or without values"),
+        (torch.empty(2, device="meta"), "holds 'w', a tensor that is sparse, nested, without values"),
         (None, "holds a dict of 1, not pickled weights by name"),
+        (Own(torch.ones(2)), "holds 'w', a tensor that is sparse, nested, without values .* or of a class of its own"),
+        (5, r"holds 'w' \(int\) among its tensors: save the state dict without them"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*[sS]parse.*invariant")  # torch 2.12, 2.15
 def test_pickled_tensors_that_are_not_plain_are_refused(leaf, told, folders, tmp_path):
     base = folders.save(tmp_path / "base", model(0))
-    torch.save({1: torch.ones(2)} if leaf is None else {"w": leaf}, tmp_path / "x.pt")
-    with pytest.raises(ValueError, match=told):
+    torch.save(
+        {1: torch.ones(2)} if leaf is None else {"w": leaf, "x": torch.ones(1), "y": torch.ones(1)}, tmp_path / "x.pt"
+    )
+    with safe_globals([Own]), pytest.raises(ValueError, match=told):
         plan(TA, base, {"x": tmp_path / "x.pt"}, tmp_path / "out")
 
 
@@ -336,6 +354,67 @@ def test_the_state_dict_in_the_file_of_a_training_script(folders, tmp_path):
     folders.assert_same_bits(folders.load(tmp_path / "out"), expected)
     with pytest.raises(ValueError, match=r"z\.pt holds a dict of 'epoch', 'optimizer', not pickled weights by name"):
         plan(TA, base, {"z": tmp_path / "z.pt"}, tmp_path / "other")
+
+
+@pytest.mark.filterwarnings("ignore:.*TorchScript", "ignore:.*torch.jit")
+def test_a_training_script_may_keep_its_arguments_beside_the_state_dict(folders, tmp_path):
+    """As timm's does; other classes are named, without torch's own text and its control characters."""
+    args = argparse.Namespace(lr=0.1, names=["a"])
+    base = folders.save(tmp_path / "base", model(0))
+    torch.save({"state_dict": model(1), "args": args, "epoch": 3}, tmp_path / "x.pth.tar")
+    merge_folders(TA, base, {"x": tmp_path / "x.pth.tar"}, tmp_path / "out")
+    folders.assert_same_bits(folders.load(tmp_path / "out"), folders.in_memory(TA, model(0), {"x": model(1)}))
+    torch.save({"state_dict": model(1), "at": PurePosixPath("a")}, tmp_path / "y.pt")
+    torch.jit.script(torch.nn.Linear(2, 2)).save(tmp_path / "z.pt")
+    told = {
+        "y": r"y\.pt holds pickled weights that cannot be read safely \(it holds objects of pathlib.PurePosixPath\): s",
+        "z": r"z\.pt is a program of TorchScript: save torch\.jit\.load\('z\.pt'\)\.state_dict\(\) by torch\.save$",
+    }
+    for name, words in told.items():
+        with pytest.raises(ValueError, match=words) as caught:
+            plan(TA, base, {name: tmp_path / f"{name}.pt"}, tmp_path / "no")
+        assert "\x1b" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("beside", "told"),
+    [
+        ({"student": model(2), "step": 3}, r"holds several sets of weights, 'ema', 'student': save"),
+        ({"student": {f"module.{path}": leaf for path, leaf in model(2).items()}}, "holds several sets of weights"),
+        ({"criterion": {"proxies": torch.ones(2, 2)}}, None),
+    ],
+)
+def test_a_second_model_under_a_name_of_its_own_is_not_passed_over(beside, told, folders, tmp_path):
+    base = folders.save(tmp_path / "base", model(0))
+    torch.save({"ema": model(1), **beside}, tmp_path / "x.pt")
+    if told is None:
+        merge_folders(TA, base, {"x": tmp_path / "x.pt"}, tmp_path / "out")
+        folders.assert_same_bits(folders.load(tmp_path / "out"), folders.in_memory(TA, model(0), {"x": model(1)}))
+    else:
+        with pytest.raises(ValueError, match=told):
+            plan(TA, base, {"x": tmp_path / "x.pt"}, tmp_path / "out")
+
+
+@pytest.fixture
+def distributed():
+    """A mesh of two ranks that send nothing."""
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield init_device_mesh("cpu", (2,))
+    torch.distributed.destroy_process_group()
+
+
+def test_a_rank_of_a_sharded_model_is_not_read_as_a_whole(distributed, folders, tmp_path):
+    """A DTensor has the shape of the whole; the file of a process that has not imported DTensor needs its class."""
+    part = {path: DTensor.from_local(leaf, distributed, [Shard(0)]) for path, leaf in model(1, rows=6).items()}
+    torch.save(part, tmp_path / "x.pt")
+    torch.save({"w": torch.ones(2), "as": ShardingStrategy.FULL_SHARD}, tmp_path / "y.pt")
+    base = folders.save(tmp_path / "base", model(0))
+    for name in "xy":
+        with pytest.raises(
+            ValueError, match=rf"{name}\.pt is a part of a model that FSDP has sharded: write whole .*verl"
+        ):
+            merge_folders(TA, base, {name: tmp_path / f"{name}.pt"}, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_names_of_a_wrapped_base_stay(folders, tmp_path):

@@ -1,6 +1,7 @@
 """Files of tensors: headers first, then flat ranges of coordinates from mapped memory."""
 
 import re
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ from typing import Any, TypeAlias
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from ...errors import first_line, some_of
-from ...tree import dtype_name
+from ...tree import PLAIN, dtype_name
 from ..files import identity
 
 DTYPES = {
@@ -34,6 +36,9 @@ DTYPES = {
 }
 FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu}
 SAFE = "save the state dict with safetensors.torch.save_file, or the model with save_pretrained"
+OF_VERL = "python -m verl.model_merger merge"
+_DISTRIBUTED = "torch.distributed."  # where DTensor is
+_PART = f"a part of a model that FSDP has sharded: write whole weights from all parts first (verl's by {OF_VERL})"
 _POINTER = b"version https://git-lfs."
 _MODEL = re.compile(r"(model|module|net|network|state_dict|params)(_.+)?|.+_state_dict|ema")  # keys of training scripts
 
@@ -81,15 +86,44 @@ def _named(found: object) -> bool:
 
 
 def _plain(leaf: Tensor) -> bool:
-    """Whether a tensor's values lie in memory as its shape says: not for one that is sparse, nested or meta."""
-    return leaf.layout is torch.strided and not leaf.is_nested and not leaf.is_meta
+    """Whether a tensor's values lie in memory as its shape says: not for a DTensor, or one that is sparse or meta."""
+    return type(leaf) in PLAIN and leaf.layout is torch.strided and not leaf.is_nested and not leaf.is_meta
 
 
 def _inner(found: object) -> dict[str, dict[str, Tensor]]:
     """The state dicts in the dict of a training script, beside its epoch and its optimizer."""
     if not isinstance(found, dict) or _named(found):
         return {}
-    return {key: own for key, own in found.items() if _named(own) and own and _MODEL.fullmatch(str(key))}
+    every = {key: own for key, own in found.items() if _named(own) and own}
+    models = {key: own for key, own in every.items() if _MODEL.fullmatch(str(key))}
+    # a student beside its ema: of as many tensors, or of the same names
+    twins = {
+        key: own
+        for key, own in every.items()
+        if any(len(own) == len(other) or own.keys() & other.keys() for other in models.values())
+    }
+    return models | twins
+
+
+def _among_tensors(found: object) -> list[str]:
+    """The entries of a state dict that are not tensors, with their types; [] for a dict that has few tensors."""
+    if not isinstance(found, dict):
+        return []
+    others = [f"{name!r} ({type(own).__name__})" for name, own in found.items() if not isinstance(own, Tensor)]
+    return others if 2 * len(others) < len(found) else []
+
+
+def _unread(file: Path, error: Exception) -> str:
+    """The error for a file that torch.load refuses: it names the classes that the file needs."""
+    classes = list[str]()
+    with suppress(Exception):  # of other formats
+        classes = sorted(get_unsafe_globals_in_checkpoint(file))
+    if any(name.startswith(_DISTRIBUTED) for name in classes):
+        return f"{file} is {_PART}"
+    if "TorchScript" in str(error):
+        return f"{file} is a program of TorchScript: save torch.jit.load({file.name!r}).state_dict() by torch.save"
+    told = f"it holds objects of {some_of(classes)}" if classes else first_line(error)
+    return f"{file} holds pickled weights that cannot be read safely ({told}): {SAFE}"
 
 
 class Pickled:
@@ -98,21 +132,25 @@ class Pickled:
     def __init__(self, file: Path) -> None:
         self.identity = identity(_regular(file))
         try:
-            found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            with safe_globals([Namespace]):  # the arguments of a training script
+                found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # pickle's, zip's, torch's
-            raise ValueError(
-                f"{file} holds pickled weights that cannot be read safely ({first_line(error)}): {SAFE}"
-            ) from error
+            raise ValueError(_unread(file, error)) from error
         inner = _inner(found)
         if len(inner) > 1:
             raise ValueError(f"{file} holds several sets of weights, {', '.join(map(repr, inner))}: {SAFE}")
         found = next(iter(inner.values()), found)
         if not _named(found):
+            if others := _among_tensors(found):
+                raise ValueError(f"{file} holds {some_of(others)} among its tensors: save the state dict without them")
             keys = some_of(map(repr, found)) if isinstance(found, dict) else ""
             what = f"a dict of {keys}" if keys else f"a {type(found).__name__}"
             raise ValueError(f"{file} holds {what}, not pickled weights by name: {SAFE}")
+        if any(type(leaf).__module__.startswith(_DISTRIBUTED) for leaf in found.values()):
+            raise ValueError(f"{file} is {_PART}")
         if odd := next((name for name, leaf in found.items() if not _plain(leaf)), None):
-            raise ValueError(f"{file} holds {odd!r}, a tensor that is sparse, nested or without values (meta): {SAFE}")
+            kinds = "sparse, nested, without values (meta) or of a class of its own"
+            raise ValueError(f"{file} holds {odd!r}, a tensor that is {kinds}: {SAFE}")
         self._leaves = found
         self.names: list[str] = list(found)
         self.metadata: dict[str, str] = {}
