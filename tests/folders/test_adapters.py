@@ -638,9 +638,17 @@ def test_a_head_that_is_kept_beside_is_not_taken_for_embeddings(base, adapter, f
     assert notes[0].startswith("the head of expert 'own' (lm_head.weight) is kept")
 
 
-def test_an_adapter_beside_whole_weights_is_reported(base, adapter, folders, tmp_path):
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin", "pytorch_model.bin.index.json"])
+def test_an_adapter_beside_whole_weights_is_reported(weights, base, adapter, folders, tmp_path):
+    """As torchtune writes them, in shards for pickled weights."""
     whole = folders.save(tmp_path / "whole", base)
     place = folders.save(tmp_path / "both", {path: leaf + 1 for path, leaf in base.items()})
+    if weights != "model.safetensors":
+        (place / "model.safetensors").unlink()
+        file = "pytorch_model.bin" if weights.endswith(".bin") else "pytorch_model-00001-of-00001.bin"
+        torch.save({path: leaf + 1 for path, leaf in base.items()}, place / file)
+    if weights.endswith(".json"):
+        (place / weights).write_text(json.dumps({"weight_map": dict.fromkeys(base, file)}))
     shutil.copytree(adapter({f"model.{UP}": factors((10, 6))}), place, dirs_exist_ok=True)
     assert plan(TA, whole, {"both": place}, tmp_path / "out").notes == (
         "expert 'both' holds an adapter beside its weights, which is left out: merge the adapter first if it is to "

@@ -8,6 +8,7 @@ from safetensors import SafetensorError
 
 from .... import checkpoint
 from ....errors import some_of
+from .. import reading
 from ..reading import PICKLES, SUFFIXES, foreign
 from ..side_files import unread_weights
 from ..stored import Pickled, Store
@@ -31,7 +32,8 @@ PARTS = {
 def is_adapter(path: Path) -> bool:
     """Does a folder hold an adapter and no whole model, or is a file one of another tool?"""
     own = any((path / file).exists() for file in (CONFIG, WEIGHTS, PICKLED))
-    whole = any((path / file).exists() for file in (checkpoint.WEIGHTS, checkpoint.INDEX))
+    names = checkpoint.WEIGHTS, checkpoint.INDEX, reading.PICKLED, reading.PICKLED_INDEX
+    whole = any((path / file).is_file() for file in names)
     return (own and not whole) or file_of(path) is not None
 
 
