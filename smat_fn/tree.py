@@ -22,7 +22,7 @@ from .types import Params, Predicate, Where
 
 NORM_BLOCK = 4096
 WITHOUT_FLOAT64 = frozenset({"mps"})  # types of devices
-_WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module)\.")
+_WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|_forward_module)\.")
 
 
 def flatten(tree: Params) -> dict[str, Tensor]:
@@ -39,7 +39,7 @@ def flatten(tree: Params) -> dict[str, Tensor]:
 
 
 def unwrapped(path: str) -> str:
-    """A parameter's name without the parts that ``torch.compile`` and torch's ``checkpoint_wrapper`` put into it."""
+    """A parameter's name without the parts of ``torch.compile``, torch's ``checkpoint_wrapper``, FSDP1 and Fabric."""
     return _WRAPPERS.sub("", path)
 
 

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks import families
-from smat_fn.folders import open_folder, place_of
+from smat_fn.config import TaskArithmetic
+from smat_fn.folders import merge_folders, open_folder, place_of
 from smat_fn.folders.inputs.naming import namings
 from smat_fn.models import pretrained
 from smat_fn.scripts.train.whole_model import export_problems
@@ -43,6 +44,27 @@ def test_a_checkpoint_is_seen_as_its_module_and_stored_again_bit_for_bit(name, t
     moved = {name: leaf for name, leaf in stored.items() if not torch.equal(leaf, before[name])}
     assert sum(leaf.numel() for leaf in moved.values()) == found[path].numel()
     assert all(torch.equal(leaf, before[name] + 1) for name, leaf in moved.items())
+
+
+@pytest.mark.parametrize(("name", "prefix"), [("mixtral", "net."), ("vit (backbone alone)", ""), ("gpt_neox", "")])
+def test_a_state_dict_with_the_names_in_memory_is_an_expert(name, prefix, tmp_path):
+    """As zero_to_fp32.py and Lightning write it: merged like the same model that save_pretrained wrote."""
+    import transformers
+
+    families.write_base(name, tmp_path / "base")
+    auto = getattr(transformers, families.AUTO[families.FAMILIES[name].kind])
+    held, stored = auto.from_pretrained(tmp_path / "base").state_dict(), load_file(tmp_path / "base/model.safetensors")
+    (tmp_path / "x").mkdir()
+    torch.save({prefix + path: leaf + 1 for path, leaf in held.items()}, tmp_path / "x/pytorch_model.bin")
+    config = TaskArithmetic(coef=1.0)
+    alike = held.keys() - {path for path in held if "classifier" in path}
+    assert alike != stored.keys()
+    heads = "keep" if alike != held.keys() else "error"  # of a backbone that is loaded with a new one
+    merge_folders(config, tmp_path / "base", {"x": tmp_path / "x"}, tmp_path / "out", heads=heads)
+    merged = load_file(tmp_path / "out/model.safetensors")
+    assert merged.keys() == stored.keys()
+    moved = {path: leaf + ("pooler" not in path) for path, leaf in stored.items()}  # which a classifier lacks
+    torch.testing.assert_close(merged, moved)
 
 
 def test_an_auto_class_that_does_not_fit_is_not_asked_for_its_error_which_imports_every_model(tmp_path, monkeypatch):

@@ -287,7 +287,8 @@ def test_names_that_are_not_bases_are_not_blamed_on_a_tied_head(family, folders,
     base, _ = family(count=2)
     base |= {"lm_head.weight": torch.ones(2, 2), "model.embed_tokens.weight": torch.zeros(2, 2)}
     start = folders.save(tmp_path / "base", base)
-    wrapped = folders.save(tmp_path / "wrapped", {f"model.{path}": leaf for path, leaf in base.items()})
+    inner = {f"model.{path}": leaf for path, leaf in base.items()}
+    wrapped = folders.save(tmp_path / "wrapped", inner | {"criterion.weight": torch.ones(2)})
     other = folders.save(tmp_path / "other", {"something": torch.ones(2)})
     empty = tmp_path / "empty"
     empty.mkdir()

@@ -527,8 +527,35 @@ def test_buffers_that_are_computed_may_be_missing(folders, tmp_path):
         plan(TA, *paths, tmp_path / "out3")
     wrapped = {f"transformer.{path}": leaf for path, leaf in x.items()}
     paths = folders.save_family(tmp_path / "wrapped", base | extra, {"x": wrapped})
-    with pytest.raises(ValueError, match=r"expert 'x' has no parameter of base: names in expert 'x' start with"):
-        plan(TA, *paths, tmp_path / "out4")
+    merge_folders(TA, *paths, tmp_path / "out4")
+    folders.assert_same_bits(folders.load(tmp_path / "out4"), expected | extra)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "model.", "net._orig_mod.", "_forward_module.", "base_model.model."])
+@pytest.mark.parametrize("partial", [False, True])
+def test_one_prefix_before_all_names_is_removed_and_that_of_base_added(prefix, partial, folders, tmp_path):
+    """As Lightning saves a model in a field of its module."""
+    trees = {"base": model(0), "x": model(1)}
+    for name, tree in trees.items():
+        folders.save(tmp_path / name, tree)
+        folders.save(tmp_path / f"{name}-in", {prefix + path: leaf for path, leaf in tree.items()})
+    kept = prefix.removesuffix("_orig_mod.") if prefix != "_forward_module." else ""
+    wanted = folders.in_memory(TA, trees["base"], {"x": trees["x"]})
+    for base, expert, own in (("base", "x-in", ""), ("base-in", "x", kept)):
+        merge_folders(TA, tmp_path / base, {"x": tmp_path / expert}, tmp_path / f"{base}-out", partial=partial)
+        merged = folders.load(tmp_path / f"{base}-out")
+        folders.assert_same_bits(merged, {own + path: leaf for path, leaf in wanted.items()})
+
+
+def test_a_model_with_an_adapter_in_its_layers_is_told_to_merge_it_first(folders, tmp_path):
+    """The state dict of a PEFT model, with PEFT's prefix before all names; its base layers are not heads."""
+    names = {path: f"base_model.model.{path.replace('down.', 'down.base_layer.')}" for path in LAYERS}
+    wrapped = {name: LAYERS[path] for path, name in names.items()}
+    paths = folders.save_family(tmp_path, LAYERS, {"x": wrapped})
+    for options in {}, {"heads": "keep"}:
+        with pytest.raises(ValueError, match=r"\*\.base_layer\.\* are layers in which an adapter is loaded") as caught:
+            plan(TA, *paths, tmp_path / "out", **options)
+        assert "heads=" not in str(caught.value)
 
 
 @pytest.mark.parametrize("heads", ["error", "keep"])
@@ -571,6 +598,7 @@ def test_layers_that_predict_ahead_may_be_missing(name, folders, tmp_path):
             plan(TA, base, {"z": part}, tmp_path / "none")
 
 
+LAYERS = {f"layers.{i}.{name}.weight": torch.ones(2, 2) for i in range(2) for name in ("up", "down")}
 COPIES = {
     **dict.fromkeys(("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", HEAD), "shared.weight"),
     **dict.fromkeys(("proj_out.weight", "cls.predictions.decoder.weight"), "shared.weight"),

@@ -18,7 +18,13 @@ from torch import Tensor
 from .reading import Folder
 from .stored import Read
 
-_AUTO = "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForImageClassification", "AutoModel"
+_AUTO = (
+    "AutoModelForCausalLM",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForImageClassification",
+    "AutoModelForImageTextToText",
+    "AutoModel",
+)
 
 
 class Group(NamedTuple):
@@ -35,6 +41,11 @@ class Naming(NamedTuple):
     model: Any  # on the meta device
     names: dict[str, str]  # name in the checkpoint -> that in the module, of leaves that keep their values
     groups: tuple[Group, ...]
+
+    @property
+    def known(self) -> frozenset[str]:
+        """The leaves of the checkpoint that have a place in the module."""
+        return frozenset(self.names).union(*(group.stored for group in self.groups))
 
     def seen(self, folder: Folder) -> Folder:
         """A checkpoint as the module's leaves, formed while they are read; leaves that it has no place for are gone."""

@@ -1,6 +1,6 @@
 """Open base and experts: folders, hub names, adapters, other vocabularies, tied heads."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +27,6 @@ from .towers import fitted, prefix_of
 from .vision_language import inside
 from .vocabulary import HEAD, fit_rows, one_head, tokenizer_notes
 
-WRAPPER = "module."  # before the names of a model in DataParallel or DistributedDataParallel
 RESERVED = "base", "union"  # what options of an output's files may name, beside experts
 
 
@@ -91,11 +90,12 @@ def open_inputs(
     if wrong := header_problems(inputs, rows=vocabulary == "error" and align is None, shapes=alike):
         problems += wrong
         return None, {}
-    start, found = _opened(base, experts, problems, partial=partial, heads=heads is not None, alone=into is not None)
+    start, found = _opened(base, experts, problems, partial=partial, heads=heads is not None, into=into)
     if start is not None and into is not None:
         start, found = _placed_in(into, start, found, len(experts), vocabulary, problems)
     if start is None:
         return None, found
+    nothing = False  # that `heads` could take
     for name, other in list(found.items()):
         if heads is not None:
             other = unprefixed(start, other)
@@ -108,8 +108,7 @@ def open_inputs(
         heads |= own
         if stand_ins is not None:
             stand_ins |= lacking
-        elif found and not lacking and not problems:
-            problems.append(NOTHING_APART)
+        nothing = stand_ins is None and bool(found) and not lacking and not problems
     start, found, tied = one_head(start, found)
     if align is not None and not problems:
         with errors.collected(problems):
@@ -118,14 +117,14 @@ def open_inputs(
     found, rows = fit_rows(start, found, vocabulary, options=options, aligned=align is not None)
     problems += tied if unaligned else tied + rows
     wrong = fit_problems(start.leaves, "base", {folder.label: folder.leaves for folder in found.values()})
-    problems += [*wrong, *(ways_out(start, found) if wrong else ())]
+    problems += [*wrong, *(ways_out(start, found) if wrong else [NOTHING_APART] * nothing)]
     return start, found
 
 
 def _opened(
-    base: Path, experts: Mapping[str, Path], problems: list[str], *, partial: bool, heads: bool, alone: bool
+    base: Path, experts: Mapping[str, Path], problems: list[str], *, partial: bool, heads: bool, into: str | None
 ) -> tuple[Folder | None, dict[str, Folder]]:
-    """Base and experts as they are stored, without a comparison; ``alone`` leaves whole experts as they are."""
+    """Base and experts as they are stored, without a comparison; the model ``into`` keeps its names."""
     start, found = None, dict[str, Folder]()
     with errors.collected(problems):
         start = open_input("base", Path(base))
@@ -139,9 +138,9 @@ def _opened(
             if not is_adapter(folder):
                 opened = open_folder(label, folder)
                 if start is not None:
-                    opened = _renamed(start, opened)
+                    opened = opened if key_of(name) == into else _as_stored(start, _renamed(start, opened))
                     errors.raise_problems(other_kind(start, opened, partial=partial))
-                if start is not None and not alone:
+                if start is not None and into is None:
                     opened = placed(start, opened) if partial else fitted(start, opened)
                 found[name] = opened
             elif start is not None:
@@ -154,15 +153,35 @@ def _opened(
 
 
 def _renamed(base: Folder, other: Folder) -> Folder:
-    """An expert with base's names for weight norms, and where those of one of the two alone begin with `WRAPPER`."""
-    first, other = next(iter(base.leaves), ""), other.named(as_base_spells(base.leaves, other.leaves))
-    if all(path.startswith(WRAPPER) for path in other.leaves) and f"{WRAPPER}{first}" in other.leaves:
-        names = {path: path.removeprefix(WRAPPER) for path in other.leaves}
-    elif all(path.startswith(WRAPPER) for path in base.leaves) and first.removeprefix(WRAPPER) in other.leaves:
-        names = {path: f"{WRAPPER}{path}" for path in other.leaves}
-    else:
+    """An expert with base's names for weight norms, and as base where one of the two has a prefix before all names."""
+    other = other.named(as_base_spells(base.leaves, other.leaves))
+    if not other.leaves.keys().isdisjoint(base.leaves):
         return other
-    return other.named(names)
+    less, more = _prefix(other.leaves, base.leaves), _prefix(base.leaves, other.leaves)
+    return other.named({path: more + path.removeprefix(less) for path in other.leaves})
+
+
+def _prefix(names: Collection[str], bare: Iterable[str]) -> str:
+    """The prefix of all names, as "module." of DistributedDataParallel, after which most of ``bare`` are among them."""
+    first, found = next(iter(names), ""), {"": 0}
+    for end in (place + 1 for place, letter in enumerate(first) if letter == "."):
+        if all(path.startswith(first[:end]) for path in names):
+            found[first[:end]] = sum(first[:end] + path in names for path in bare)
+    return max(found, key=lambda prefix: found[prefix])
+
+
+def _as_stored(base: Folder, other: Folder) -> Folder:
+    """An expert with the names and shapes that base stores, where its own are those of a class of ``transformers``."""
+    if base.leaves.keys() <= other.leaves.keys() or other.leaves.keys() <= base.leaves.keys():
+        return other
+    for naming in namings(base):
+        seen = naming.seen(base).leaves
+        if seen.keys() <= other.leaves.keys():
+            with suppress(ValueError, RuntimeError):  # shapes of another model
+                found = naming.stored(other, base, seen)
+                unknown = [path for path in base.leaves if path not in naming.known]
+                return found.without(*unknown).with_leaves_of(other, [p for p in other.leaves if p not in seen])
+    return other
 
 
 def _with_modules_of(base: Folder, other: Folder) -> Folder:
