@@ -17,6 +17,7 @@ from smat_fn.config import Dare, TaskArithmetic, Ties, WeightAverage
 from smat_fn.folders import extract_lora, merge_adapters, merge_folders, plan
 from smat_fn.folders.inputs.adapters import config as adapter_config
 from smat_fn.folders.inputs.adapters.peft import BESIDE
+from smat_fn.folders.inputs.adapters.factors import read_adapter
 
 TA = TaskArithmetic(coef=1.0)
 PREFIX = "base_model.model."
@@ -111,6 +112,20 @@ def test_scaling_is_alpha_over_rank(base, adapter, folders, tmp_path):
     for name, module in {"plain": f"model.{UP}", "compiled": "model.layers.0._orig_mod.up"}.items():
         folder = adapter({module: (a, b)}, name=name)
         folders.assert_same_bits(merged(folders, base, folder, tmp_path), changed(base, **{UP: 2 * (b @ a)}))
+
+
+@pytest.mark.parametrize("before", ["", "module.", "_orig_mod.", "module._orig_mod.", "_fsdp_wrapped_module."])
+@pytest.mark.parametrize("default", ["", ".default"])
+def test_names_of_a_wrapped_model_of_peft(before, default, base, adapter, folders, tmp_path):
+    """Wrappers before PEFT's own prefix, and the names in memory; patterns are of the names without both."""
+    a, b = factors((10, 6))
+    folder = adapter({f"model.{UP}": (a, b)}, alpha_pattern={"^model.layers.0.up": 8})
+    stored = load_file(folder / "adapter_model.safetensors")
+    names = {name: before + name.replace(".weight", f"{default}.weight") for name in stored}
+    save_file({names[name]: leaf for name, leaf in stored.items()}, folder / "adapter_model.safetensors")
+    folders.assert_same_bits(merged(folders, base, folder, tmp_path), changed(base, **{UP: 4 * (b @ a)}))
+    (module,) = read_adapter("x", folder).factors
+    assert module == f"model.{UP}"
 
 
 def test_rank_stabilised_scaling_is_alpha_over_the_root(base, adapter, folders, tmp_path):

@@ -22,9 +22,9 @@ from .changes import Change, Magnitude, changed
 from .config import CONFIG, MERGED, WEIGHTS, targets
 from .opened import Opened
 from .other_tools import DORA, MAGNITUDE, file_of, open_foreign
-from .peft import PARTS, PREFIX, opened_folder, weights_of
+from .peft import IN_MEMORY, PARTS, bare_name, opened_folder, weights_of
 
-_OF_WHOLE = {**PARTS, **{ending: (part, False) for ending, part in products.ENDS.items()}}
+_OF_WHOLE = {**PARTS, **IN_MEMORY, **{ending: (part, False) for ending, part in products.ENDS.items()}}
 _HEAD = "if it is a head, pass `heads='keep'`, else "
 
 
@@ -62,7 +62,7 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
             continue
         kind = re.search(r"\.(lora|token_adapter|modules_to_save).*", name)
         if heads and leaf is None and kind is None:
-            leaf = name.removeprefix(PREFIX)
+            leaf = bare_name(name)
         if leaf is None or kind:
             unknown.setdefault(kind[0] if kind else name, []).append(name)
             continue
@@ -255,7 +255,7 @@ def _change_of(
             "was it trained from another base?"
         )
     assert opened.scale is not None, "without scales no pairs are left"
-    scale = opened.scale(module.removeprefix(PREFIX), a[0])
+    scale = opened.scale(bare_name(module), a[0])
     swapped = fits[0] if len(fits) == 1 else embedding or transposed(leaf)
     magnitude = _magnitude_of_lycoris(label, module, shapes, leaf, wanted)
     of_peft = opened.config.get("use_dora") is True
@@ -305,7 +305,7 @@ def _change_of_product(
         raise ValueError(f"{label}: DoRA of {module!r}, whose change is not a product B A, is not read here: {MERGED}")
     assert opened.scale is not None, "without scales no pairs are left"
     magnitude = _magnitude_of_lycoris(label, module, shapes, leaf, wanted)
-    return Change(names, False, opened.scale(module.removeprefix(PREFIX), products.rank(own)), magnitude)
+    return Change(names, False, opened.scale(bare_name(module), products.rank(own)), magnitude)
 
 
 def _layout(
@@ -366,7 +366,7 @@ def _of_a_part(label: str, halves: dict[tuple[str, bool], dict[str, str]], base:
     """
     found: dict[str, list[str]] = {}
     for module, embedding in list(halves):
-        name = f"{module.removeprefix(PREFIX)}.weight"
+        name = f"{bare_name(module)}.weight"
         part = next((prefix for prefix in base.outputs if prefix and prefix + name in base.leaves), None)
         if part is not None and _leaf(f"{module}.weight", base) is None:
             found.setdefault(part, []).append(module)
@@ -388,8 +388,8 @@ def _headless(name: str) -> str:
 
 def _leaf(name: str, base: Folder) -> str | None:
     """The leaf of base that an adapter's name means; published checkpoints may lack the first part, "transformer."."""
-    bare = tree.unwrapped(name.removeprefix(PREFIX))
-    return next((leaf for leaf in (bare, bare.partition(".")[2]) if leaf in base.leaves), None)
+    path = bare_name(name)
+    return next((leaf for leaf in (path, path.partition(".")[2]) if leaf in base.leaves), None)
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

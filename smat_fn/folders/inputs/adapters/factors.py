@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .... import errors, tree
+from .... import errors
 from ....merge.around.factors import Factors
 from .config import MERGED, WEIGHTS, WHOLE, WIDER
-from .peft import PARTS, PREFIX, opened_folder, weights_of
+from .peft import IN_MEMORY, PARTS, PREFIX, bare_name, opened_folder, weights_of
 
 
 class Held(NamedTuple):
@@ -35,18 +35,23 @@ def read_adapter(label: str, path: Path) -> Held:
     config, store, scale, problems, _, note = opened_folder(label, path)
     halves: dict[tuple[str, bool], dict[str, str]] = {}
     others: dict[str, list[str]] = {}
+    parts = PARTS | IN_MEMORY
     for name in store.names:
-        if ending := next((ending for ending in PARTS if name.endswith(ending)), None):
-            part, embedding = PARTS[ending]
-            module = tree.unwrapped(name.removesuffix(ending).removeprefix(PREFIX))
+        if ending := next((ending for ending in parts if name.endswith(ending)), None):
+            part, embedding = parts[ending]
+            module = bare_name(name.removesuffix(ending))
             halves.setdefault((module, embedding), {})[part] = name
         else:
             kind = re.search(r"\.(lora|token_adapter|modules_to_save).*", name)
             others.setdefault(kind[0] if kind else name.rpartition(".")[2], []).append(name)
     whole = not config.get("ensure_weight_tying")  # a tied head is merged with its embeddings, in whole models
-    below = {f"{PREFIX}{module}.base_layer.weight" for module, embedding in halves if embedding or whole}
-    under = {name: store.get_tensor(name) for name in others.get("weight", ()) if name in below}
-    others["weight"] = [name for name in others.get("weight", ()) if name not in below]
+    below = {f"{module}.base_layer.weight" for module, embedding in halves if embedding or whole}
+    under = {
+        PREFIX + bare_name(name): store.get_tensor(name)
+        for name in others.get("weight", ())
+        if bare_name(name) in below
+    }
+    others["weight"] = [name for name in others.get("weight", ()) if bare_name(name) not in below]
     problems += [
         f"{label}: {weights_of(path).name} holds {name!r}{f' and {len(more)} more of its kind' if more else ''}, which "
         f"is not a factor of a matrix: {WHOLE}"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from .... import checkpoint
+from .... import checkpoint, tree
 from ....errors import some_of
 from .. import reading
 from ..reading import PICKLES, SUFFIXES, foreign
@@ -20,6 +20,7 @@ from .other_tools import file_of
 BESIDE = "non_lora_trainables.bin", "mm_projector.bin", "non_lora_state_dict.bin", "trainable_params.bin"
 _HEADS = "value_head.", "scoring_head."  # of LLaMA-Factory and ms-swift, which no base has
 PREFIX = "base_model.model."
+_PREFIX = re.compile(r"^(module\.)?base_model\.model\.")
 _OF_TRAINER = re.compile(r"checkpoint-\d+")  # folders of transformers' Trainer, from earlier steps
 PARTS = {
     ".lora_A.weight": ("A", False),
@@ -27,6 +28,8 @@ PARTS = {
     ".lora_embedding_A": ("A", True),
     ".lora_embedding_B": ("B", True),
 }
+# as in memory, of the adapter that peft calls default: state dicts of FSDP and DeepSpeed
+IN_MEMORY = {".lora_A.default.weight": ("A", False), ".lora_B.default.weight": ("B", False)}
 
 
 def is_adapter(path: Path) -> bool:
@@ -35,6 +38,11 @@ def is_adapter(path: Path) -> bool:
     names = checkpoint.WEIGHTS, checkpoint.INDEX, reading.PICKLED, reading.PICKLED_INDEX
     whole = any((path / file).is_file() for file in names)
     return (own and not whole) or file_of(path) is not None
+
+
+def bare_name(name: str) -> str:
+    """A name without peft's prefix, and without the parts that wrappers put before and into it."""
+    return _PREFIX.sub("", tree.unwrapped(name))
 
 
 def weights_of(path: Path) -> Path:
