@@ -531,6 +531,28 @@ def test_buffers_that_are_computed_may_be_missing(folders, tmp_path):
     folders.assert_same_bits(folders.load(tmp_path / "out4"), expected | extra)
 
 
+@pytest.mark.parametrize("name", ["model.layers.0.rotary_emb.inv_freq", HEAD, "model.layers.0.up.weight"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_index_may_name_what_a_model_does_not_store(name, tied, folders, tmp_path):
+    """As torchtune's, which is that of the model that was trained."""
+    trees = {"base": model(0, head=False), "x": model(1, head=False)}
+    base, expert = (folders.save(tmp_path / key, tree, shards=2) for key, tree in trees.items())
+    index = json.loads((expert / "model.safetensors.index.json").read_text())
+    index["weight_map"][name] = "model-00001-of-00002.safetensors"
+    (expert / "model.safetensors.index.json").write_text(json.dumps(index))
+    (expert / "config.json").write_text(json.dumps({"tie_word_embeddings": tied}))
+    if name.endswith("inv_freq") or (name == HEAD and tied):
+        merge_folders(TA, base, {"x": expert}, tmp_path / "out")
+        folders.assert_same_bits(
+            folders.load(tmp_path / "out"), folders.in_memory(TA, trees["base"], {"x": trees["x"]})
+        )
+    else:
+        with pytest.raises(
+            ValueError, match=f"lacks parameter '{name}' that the index places there: download it again"
+        ):
+            plan(TA, base, {"x": expert}, tmp_path / "out")
+
+
 @pytest.mark.parametrize("prefix", ["module.", "model.", "net._orig_mod.", "_forward_module.", "base_model.model."])
 @pytest.mark.parametrize("partial", [False, True])
 def test_one_prefix_before_all_names_is_removed_and_that_of_base_added(prefix, partial, folders, tmp_path):

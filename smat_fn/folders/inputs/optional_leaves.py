@@ -7,11 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import and_more
-from .reading import Folder, config_of
+from .reading import BUFFERS, Folder, config_of
 from .vocabulary import HEAD, by_token, equal_leaves, tied_to
 
-# computed from the configuration when a model is loaded
-_BUFFERS = "position_ids", "token_type_ids", "inv_freq", "masked_bias", "relative_position_index"
 # heads that their classes tie to the embeddings, of names that do not say so: Whisper's, BERT's, DistilBERT's
 _TIED = "proj_out.weight", "predictions.decoder.weight", "vocab_projector.weight"
 _BIAS = "predictions.decoder.bias", "lm_head.decoder.bias"  # tied to the bias one module above
@@ -35,7 +33,7 @@ def as_base_spells(base: Collection[str], other: Collection[str]) -> dict[str, s
 def computed(path: str, leaf: Tensor) -> bool:
     """Whether a leaf is, by its name, a buffer that a model computes; of causal masks only those of 4 dimensions."""
     mask = path.endswith(("attn.bias", "attention.bias")) and leaf.ndim == 4
-    return mask or path.rpartition(".")[2] in _BUFFERS
+    return mask or path.rpartition(".")[2] in BUFFERS
 
 
 def predicts_ahead(path: str, config: Mapping[str, Any]) -> bool:

@@ -30,6 +30,8 @@ _OF_TRAINERS = "training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.
 _SHARDED = "pytorch_model_fsdp_*", "global_step*", "*.distcp"
 _STARTS = WEIGHTS, INDEX, "adapter_config.json", PICKLED, PICKLED_INDEX
 _SHARD = re.compile(r"-\d+-of-\d+\.(safetensors|sft|bin)$")
+# computed from the configuration when a model is loaded
+BUFFERS = "position_ids", "token_type_ids", "inv_freq", "masked_bias", "relative_position_index"
 FACTOR = re.compile(r"\.(lora[._]|lora_linear_layer\.|hada_|lokr_)|_lora\.(down|up)\.")  # LoRA, LoHa, LoKr
 
 
@@ -104,6 +106,7 @@ def open_folder(label: str, path: Path) -> Folder:
     leaves: dict[str, Tensor] = {}
     reads: dict[str, Read] = {}
     spelled: dict[str, str] = {}  # the stored name of each leaf
+    tied = config_of(path).get("tie_word_embeddings") is True
     for prefix, file, names in wanted:
         try:
             store = Pickled(file) if file.suffix in PICKLES else Store(file)
@@ -116,7 +119,7 @@ def open_folder(label: str, path: Path) -> Folder:
             problems.append(f"{label}: {file} cannot be read {reason}")
             continue
         stores[file] = store
-        problems += [] if names is None else _misplaced(f"{label}: {file}", store.names, names)
+        problems += [] if names is None else _misplaced(f"{label}: {file}", store.names, names, tied)
         for name in store.names:
             if (leaf := store.header(name, FLOAT8)) is None:
                 problems.append(
@@ -150,9 +153,16 @@ def open_folder(label: str, path: Path) -> Folder:
     return Folder(label, leaves, reads, stores, path, outputs=outputs).noted(note if beside else "", dequantising)
 
 
-def _misplaced(where: str, there: Iterable[str], placed: Collection[str]) -> list[str]:
-    """Errors for a file that lacks leaves that its index places there, or holds others."""
-    lacking = sorted({*placed}.difference(there))
+def _misplaced(where: str, there: Iterable[str], placed: Collection[str], tied: bool) -> list[str]:
+    """Errors for a file that lacks leaves that its index places there, or holds others.
+
+    It may lack buffers that a model computes, and a tied head: torchtune keeps the index of the model that it trains.
+    """
+    lacking = sorted(
+        name
+        for name in {*placed}.difference(there)
+        if name.rpartition(".")[2] not in BUFFERS and not (tied and name == "lm_head.weight")
+    )
     return [
         *(f"{where} lacks parameter {n!r} that the index places there: download it again" for n in lacking),
         *(
