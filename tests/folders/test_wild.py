@@ -139,9 +139,27 @@ def test_heads_that_only_some_have_are_explained(folders, tmp_path):
     with pytest.raises(ValueError, match="head") as caught:
         plan(TA, paths["own"], {"tied": paths["tied"]}, tmp_path / "out")
     assert str(caught.value) == (
-        f"expert 'tied' has no parameter {HEAD!r}, its head is tied to its embeddings; base has a head of its own: "
-        "untie the expert's head (tie_word_embeddings false, saved again)"
+        f"expert 'tied' has no parameter {HEAD!r}, its head is tied to its embeddings or was not saved; base has a "
+        "head of its own: untie the expert's head (tie_word_embeddings false, saved again), or pass `partial=True` if "
+        "it was not saved, which takes base's"
     )
+    headless = folders.save(tmp_path / "headless", {path.removeprefix("model."): leaf for path, leaf in tied.items()})
+    with pytest.raises(
+        ValueError, match=r"names in base start with 'model\.': .* pass `partial=True`, which takes"
+    ) as caught:
+        plan(TA, paths["own"], {"headless": headless}, tmp_path / "out")
+    assert "into=" not in str(caught.value)
+    for name, given in (("tied", paths["tied"]), ("headless", headless)):  # base's, as every parameter that it lacks
+        report = merge_folders(TA, paths["own"], {name: given}, tmp_path / f"{name}-out", partial=True)
+        assert f"expert {name!r} lacks lm_head: it has base's" in report.notes
+        expected = folders.in_memory(TA, own, {name: tied | {HEAD: own[HEAD]}})
+        folders.assert_same_bits(folders.load(tmp_path / f"{name}-out"), expected)
+    (paths["tied"] / "config.json").write_text('{"tie_word_embeddings": true}')
+    for partial in False, True:
+        with pytest.raises(
+            ValueError, match=r"is tied to its embeddings; .* \(tie_word_embeddings false, saved again\)$"
+        ):
+            plan(TA, paths["own"], {"tied": paths["tied"]}, tmp_path / "out", partial=partial)
     scored = folders.save(tmp_path / "scored", tied | {"score.weight": torch.ones(1, 5, dtype=torch.bfloat16)})
     for base, expert in ((paths["own"], scored), (scored, paths["own"])):
         with pytest.raises(ValueError, match=r"parameter 'score\.weight'") as caught:

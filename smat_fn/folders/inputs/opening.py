@@ -20,8 +20,8 @@ from .hub import header_problems, local_folder, unavailable
 from .lineage import strangers
 from .naming import Naming, namings
 from .optional_leaves import as_base_spells, computed, with_bases
-from .reading import PIPELINE, Folder, open_folder, own_modules
-from .stacks import adapted_by, stack_parts, stacked
+from .reading import PIPELINE, Folder, config_of, open_folder, own_modules
+from .stacks import adapted_by, layer_of, stack_parts, stacked
 from .stored import Read
 from .towers import fitted, prefix_of
 from .vision_language import inside
@@ -286,7 +286,7 @@ def place_of(base: Folder, part: Folder) -> Place:
 
 
 def placed(base: Folder, part: Folder) -> Folder:
-    """Base with the leaves of a part in their place, noted. A head that may be tied is left to `vocabulary.one_head`.
+    """Base with the leaves of a part in their place, noted. A tied head is left to `vocabulary.one_head`.
 
     Raises: as `prefix_of`.
     """
@@ -298,15 +298,17 @@ def placed(base: Folder, part: Folder) -> Folder:
     own = {f"{prefix}{name}": name for name in part.leaves}
     leaves = {path: part.leaves[own[path]] if path in own else leaf for path, leaf in view.leaves.items()}
     reads = {path: part.reads[own[path]] if path in own else view.reads[path] for path in leaves}
+    tied = HEAD not in own and config_of(part.root).get("tie_word_embeddings") is True
     lacking = [
-        path for path, leaf in view.leaves.items() if path not in own and path != HEAD and not computed(path, leaf)
+        path
+        for path, leaf in view.leaves.items()
+        if path not in own and not (tied and path == HEAD) and not computed(path, leaf)
     ]
     note = f"{part.label} lacks {_listed(lacking, own)}: it has base's" if lacking else ""
     whole = Folder(part.label, leaves, reads, part.stores, part.root, note=note)
     if naming is not None:
         whole = naming.stored(whole, base, own)
-        own = {name: path for name, path in naming.names.items() if path in own}
-    return whole if HEAD in own else whole.without(HEAD)
+    return whole.without(HEAD) if tied else whole
 
 
 def _listed(paths: Sequence[str], others: Iterable[str]) -> str:
@@ -354,7 +356,8 @@ def _foreign_names(base: Folder, other: Folder) -> str:
             longer, shorter = (name, path) if len(name) > len(path) else (path, name)
             if longer.endswith(f".{shorter}"):
                 prefix, whose = longer.removesuffix(shorter), other.label if longer is name else "base"
-                if whose == "base" and base.root.is_file():  # of a diffusion model
+                rest = (path for path in base.leaves if not path.startswith(prefix))
+                if whose == "base" and (base.root.is_file() or not any(map(layer_of, rest))):  # a head alone, or a VAE
                     return (
                         f"{other.label} has no parameter of base: names in base start with {prefix!r}: if it is a part "
                         "of base, pass `partial=True`, which takes the rest from base"

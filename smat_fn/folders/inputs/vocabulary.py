@@ -64,9 +64,13 @@ def one_head(base: Folder, experts: Folders) -> tuple[Folder, Folders, list[str]
         elif embeddings is not None and _is_copy(base):
             fitted[name] = folder.with_leaf(HEAD, folder.leaves[embeddings], folder.reads[embeddings])
         else:
+            tied = config_of(folder.root).get("tie_word_embeddings") is True
+            why, more = "", ""
+            if not tied:
+                why, more = " or was not saved", ", or pass `partial=True` if it was not saved, which takes base's"
             problems.append(
-                f"{folder.label} has no parameter {HEAD!r}, its head is tied to its embeddings; base has a head of its "
-                "own: untie the expert's head (tie_word_embeddings false, saved again)"
+                f"{folder.label} has no parameter {HEAD!r}, its head is tied to its embeddings{why}; base has a head "
+                f"of its own: untie the expert's head (tie_word_embeddings false, saved again){more}"
             )
             fitted[name] = folder.with_leaves_of(base, [HEAD])
     return base, fitted, problems
