@@ -482,7 +482,7 @@ def test_all_problems_of_an_adapter_are_listed(base, adapter, folders, tmp_path)
         merged(folders, base, folder, tmp_path)
     for part in (
         "'base_model.model.model.layers.0.q.lora_A.weight' has no other factor in adapter_model.safetensors",
-        "holds 'base_model.model.model.norm.lora_magnitude_vector', which is not a plain LoRA",
+        "holds 'base_model.model.model.norm.lora_magnitude_vector', which is of DoRA, but its",
         "holds 'base_model.model.score.weight', which is not a plain LoRA of a parameter of base",
         "but base has no parameter 'base_model.model.model.ghost.weight': was it trained from another base?",
         "adapts 'base_model.model.lm_head', but base stores no head of its own: give a base that does",
@@ -669,6 +669,32 @@ def test_an_adapter_beside_whole_weights_is_reported(weights, base, adapter, fol
         "expert 'both' holds an adapter beside its weights, which is left out: merge the adapter first if it is to "
         "count",
     )
+
+
+def test_factors_without_values_are_those_of_zero_3(base, adapter, folders, tmp_path):
+    folder = adapter({f"model.{UP}": (torch.empty(0), torch.empty(0))})
+    told = r"holds weights without values \('\S+lora_A\.weight' and 1 more\), as ZeRO-3 saves them .*: run zero_to_fp32"
+    with pytest.raises(ValueError, match=told):
+        merged(folders, base, folder, tmp_path)
+    with pytest.raises(ValueError, match=told):
+        read_adapter("x", folder)
+
+
+def test_magnitudes_that_peft_would_ignore_are_told(base, adapter, folders, tmp_path):
+    """As of torchtune, whose configuration does not say that the adapter is DoRA."""
+    norms = {f"model.{UP}.lora_magnitude_vector": torch.ones(10)}
+    folder = adapter({f"model.{UP}": factors((10, 6))}, more=norms)
+    told = (
+        r"lora_magnitude_vector', which is of DoRA, but its adapter_config\.json does not set use_dora: set it to true"
+    )
+    with pytest.raises(ValueError, match=told):
+        merged(folders, base, folder, tmp_path)
+
+
+def test_a_folder_of_adapters_with_names_is_told_to_give_one(adapter, tmp_path):
+    adapter({}, name="one")
+    with pytest.raises(ValueError, match=r"holds no adapter_config\.json, but its folders one do: give one of them$"):
+        read_adapter("x", tmp_path)
 
 
 def test_files_that_are_no_adapter(base, adapter, folders, tmp_path):

@@ -110,8 +110,25 @@ def test_an_index_that_is_none(text, inputs, tmp_path):
         ("mine/adapter_config.json", "holds no weights, but its folders mine do: give one of them"),
         (
             "global_step9/states.pt",
-            "holds parts of a model (global_step9) as FSDP or DeepSpeed saves them: write whole",
+            "holds parts of a model (global_step9) as FSDP or DeepSpeed saves them: write whole weights from them "
+            "first, by zero_to_fp32.py",
         ),
+        (
+            "step-9/__0_0.distcp",
+            "holds parts of a model (step-9/__0_0.distcp) as FSDP or DeepSpeed saves them: write w",
+        ),
+        ("actor/model_world_size_2_rank_0.pt", "holds parts of a model (actor/model_world_size_2_rank_0.pt) as FSDP"),
+        ("pytorch_model.bin/pytorch_model.bin", "pytorch_model.bin is a folder, as DeepSpeed's zero_to_fp32.py makes"),
+        ("rng_state_0.pth", "holds neither model.safetensors nor model.safetensors.index.json: give the folder"),
+        (
+            "model-00001-of-00001.safetensors",
+            "holds model-00001-of-00001.safetensors and no model.safetensors.index.json: rename the file to model.saf",
+        ),
+        (
+            "pytorch_model-00001-of-00002.bin",
+            "holds pytorch_model-00001-of-00002.bin and no pytorch_model.bin.index.json: download all of its files",
+        ),
+        ("tf_model.h5", "holds a file of Keras or TensorFlow (tf_model.h5), which is not read: save the model by"),
     ],
 )
 def test_other_formats(file, words, inputs, tmp_path):
@@ -119,6 +136,25 @@ def test_other_formats(file, words, inputs, tmp_path):
     (tmp_path / "other" / file).write_bytes(b"")
     (problem,) = refusal(tmp_path, inputs[0], {"x": tmp_path / "other"})
     assert problem.startswith((f"expert 'x': {tmp_path}/other {words}", f"expert 'x': {tmp_path}/other/{words}"))
+
+
+def test_several_files_of_pickled_weights_may_be_parts(inputs, tmp_path):
+    (tmp_path / "other").mkdir()
+    for name in "hf_model_0001_0.pt", "hf_model_0002_0.pt", "recipe_state.pt":
+        (tmp_path / "other" / name).touch()
+    (problem,) = refusal(tmp_path, inputs[0], {"x": tmp_path / "other"})
+    assert "holds 2 files of pickled weights (hf_model_0001_0.pt, hf_model_0002_0.pt): give one if each is" in problem
+
+
+def test_weights_without_values_are_those_of_zero_3(family, folders, tmp_path):
+    base, experts = family(count=2)
+    names = ("a.weight", "b.weight")
+    base |= {path: torch.ones(2) for path in names}
+    empty = experts["sum"] | {path: torch.empty(0) for path in names}
+    start, paths = folders.save_family(tmp_path, base, {"x": empty})
+    (problem,) = refusal(tmp_path, start, paths)
+    told = "holds weights without values ('a.weight' and 1 more), as ZeRO-3 saves them without its parts: run zero_to"
+    assert problem.startswith(f"expert 'x': {paths['x']} {told}")
 
 
 def test_an_adapter_whose_weights_are_elsewhere(inputs, tmp_path):

@@ -223,6 +223,8 @@ def test_packed_weights_are_refused(leaf, value, folders, tmp_path):
     [
         ("model.gguf", "is a GGUF file (model.gguf), whose weights are quantised: merge the original checkpoint"),
         ("model.ckpt", "model.ckpt holds pickled weights that cannot be read safely"),
+        ("model.keras", "is a file of Keras (model.keras), which is not read: save the model by PyTorch"),
+        ("scaler.pt", "is a file of a checkpoint: give its folder"),
         ("optimizer.pt", "is a file of a checkpoint: give its folder"),
         ("pytorch_model.bin", "is a file of a checkpoint: give its folder"),
         ("model.safetensors", "is a file of a checkpoint: give its folder"),

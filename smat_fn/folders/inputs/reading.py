@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
@@ -17,7 +17,7 @@ from ...errors import raise_problems, some_of
 from ...tree import unwrapped
 from ..files import Identity, identity
 from .quantised import dequantised, other_formats, refused
-from .stored import FLOAT8, SAFE, Pickled, Read, Store, Stored
+from .stored import FLOAT8, OF_VERL, SAFE, Pickled, Read, Store, Stored, empty_problems
 
 DIFFUSION, PIPELINE = "diffusion_pytorch_model.safetensors", "model_index.json"  # of diffusers
 DIFFUSION_INDEX = f"{DIFFUSION}.index.json"
@@ -26,10 +26,29 @@ SUFFIXES = ".safetensors", ".sft"  # of one format
 PICKLES = ".bin", ".pt", ".pth", ".ckpt", ".tar"  # of torch.save; timm writes .pth.tar
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"  # what is read without safetensors
 TASKS = "tasks.json"  # of models of several tasks: see `several`
-_OF_TRAINERS = "training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt"  # beside weights
-_SHARDED = "pytorch_model_fsdp_*", "global_step*", "*.distcp"
+_OF_TRAINERS = (  # beside weights
+    *("training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state*.pth"),
+    "recipe_state.pt",
+)
+_SHARDED = {  # what writes whole weights from such parts
+    "model_world_size_*_rank_*": OF_VERL,
+    "pytorch_model_fsdp_*": "accelerate merge-weights",
+    "global_step[0-9]*": "zero_to_fp32.py, which DeepSpeed writes beside them",
+    "zero_to_fp32.py": "this program",
+    "*.distcp": "python -m torch.distributed.checkpoint.format_utils dcp_to_torch",
+}
+_OTHERS = {
+    ".h5": "Keras or TensorFlow",
+    ".keras": "Keras",
+    ".mlmodel": "Core ML",
+    ".msgpack": "Flax",
+    ".nemo": "NeMo",
+    ".npz": "NumPy",
+    ".onnx": "ONNX",
+    ".tflite": "TensorFlow Lite",
+}
 _STARTS = WEIGHTS, INDEX, "adapter_config.json", PICKLED, PICKLED_INDEX
-_SHARD = re.compile(r"-\d+-of-\d+\.(safetensors|sft|bin)$")
+_SHARD = re.compile(r"-\d+-of-(\d+)\.(safetensors|sft|bin)$")
 # computed from the configuration when a model is loaded
 BUFFERS = "position_ids", "token_type_ids", "inv_freq", "masked_bias", "relative_position_index"
 FACTOR = re.compile(r"\.(lora[._]|lora_linear_layer\.|hada_|lokr_)|_lora\.(down|up)\.")  # LoRA, LoHa, LoKr
@@ -109,16 +128,10 @@ def open_folder(label: str, path: Path) -> Folder:
     tied = config_of(path).get("tie_word_embeddings") is True
     for prefix, file, names in wanted:
         try:
-            store = Pickled(file) if file.suffix in PICKLES else Store(file)
+            stores[file] = store = _store(file)
         except ValueError as error:
             problems.append(f"{label}: {error}")
             continue
-        except (OSError, SafetensorError) as error:
-            fine = not file.exists() or os.access(file, os.R_OK)  # else safetensors says that there is none
-            reason = f"({error}): copy or download it again" if fine else "by this user: ask its owner (chmod)"
-            problems.append(f"{label}: {file} cannot be read {reason}")
-            continue
-        stores[file] = store
         problems += [] if names is None else _misplaced(f"{label}: {file}", store.names, names, tied)
         for name in store.names:
             if (leaf := store.header(name, FLOAT8)) is None:
@@ -138,6 +151,7 @@ def open_folder(label: str, path: Path) -> Folder:
     leaves, reads, dequantising, configured = dequantised(label, leaves, reads, configs, problems)
     stores |= {file: None for prefix in configured if (file := path / prefix / "config.json").is_file()}
     problems += refused(label, {path / prefix: config for prefix, config in configs.items()}, leaves)
+    problems += empty_problems(f"{label}: {path}", leaves)
     if path.is_file() and (factor := next(filter(FACTOR.search, leaves), None)):
         problems.append(
             f"{label}: {path} holds factors of an adapter ({factor!r}), not weights: give it as an expert of the model "
@@ -151,6 +165,16 @@ def open_folder(label: str, path: Path) -> Folder:
     note = f"{label} holds an adapter beside its weights, which is left out: merge the adapter first if it is to count"
     beside = (path / "adapter_config.json").is_file()
     return Folder(label, leaves, reads, stores, path, outputs=outputs).noted(note if beside else "", dequantising)
+
+
+def _store(file: Path) -> Store | Pickled:
+    """A file of tensors, mapped. Raises: ValueError for one that cannot be read."""
+    try:
+        return Pickled(file) if file.suffix in PICKLES else Store(file)
+    except (OSError, SafetensorError) as error:
+        fine = not file.exists() or os.access(file, os.R_OK)  # else safetensors says that there is none
+        reason = f"({error}): copy or download it again" if fine else "by this user: ask its owner (chmod)"
+        raise ValueError(f"{file} cannot be read {reason}") from error
 
 
 def _misplaced(where: str, there: Iterable[str], placed: Collection[str], tied: bool) -> list[str]:
@@ -228,10 +252,14 @@ def is_single(path: Path) -> bool:
     """Whether a path is that of a state dict in one file, not of a file in the folder of a checkpoint or adapter."""
     if path.suffix not in SUFFIXES + PICKLES or path.stem == "adapter_model" or _SHARD.search(path.name):
         return False
-    of_folder = path.name in _OF_TRAINERS or (
+    of_folder = _of_trainer(path.name) or (
         path.name in (WEIGHTS, DIFFUSION, PICKLED) and (path.parent / "config.json").exists()
     )
     return path.is_file() and not of_folder
+
+
+def _of_trainer(name: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in _OF_TRAINERS)
 
 
 def _files(label: str, path: Path, problems: list[str], whole: Collection[Path]) -> dict[Path, set[str] | None]:
@@ -272,6 +300,10 @@ def _files(label: str, path: Path, problems: list[str], whole: Collection[Path])
 
 def _placed(label: str, path: Path, problems: list[str], name: str) -> dict[Path, set[str] | None]:
     """`_files` of one file of weights, or of an index."""
+    if (path / name).is_dir():
+        made = "is a folder, as DeepSpeed's zero_to_fp32.py makes one"
+        problems.append(f"{label}: {path / name} {made}: move its files up, or give this folder")
+        return {}
     return indexed(label, path, problems, name) if name.endswith(".index.json") else {path / name: None}
 
 
@@ -326,14 +358,17 @@ def foreign(path: Path, only: str = "*") -> str:
     if lost := [name for name in names if (path / name).is_symlink() and not (path / name).exists()]:
         file = path / lost[0]
         return f"{verb} a link {lost[0]} to {file.readlink()}, which does not exist: copy or download it again"
-    if found := [name for name in names if any(fnmatch(name, pattern) for pattern in _SHARDED)]:
-        return (
-            f"holds parts of a model ({found[0]}) as FSDP or DeepSpeed saves them: write whole weights from them first"
-        )
+    if sharded := _sharded(names):
+        return sharded
     if only == "*" and (inner := [name for name in names if any((path / name / file).exists() for file in _STARTS)]):
         return f"holds no weights, but its folders {some_of(inner)} do: give one of them"
-    names = [name for name in names if name not in _OF_TRAINERS]
+    if only == "*" and (sharded := _sharded(f"{file.parent.name}/{file.name}" for file in sorted(path.glob("*/*")))):
+        return sharded
+    names = [name for name in names if not _of_trainer(name)]
     if only == "*" and (found := [name for name in names if name.endswith(PICKLES) and not _SHARD.search(name)]):
+        if len(found) > 1:
+            many = f"{len(found)} files of pickled weights ({some_of(found)})"
+            return f"holds {many}: give one if each is a whole model, or write one file first if these are parts"
         return f"holds pickled weights under the name {found[0]}: give this file if it is a state dict, or {SAFE}"
     if found := [name for name in names if name.endswith(".gguf")]:
         return f"{verb} a GGUF file ({found[0]}), whose weights are quantised: merge the original checkpoint"
@@ -345,17 +380,39 @@ def foreign(path: Path, only: str = "*") -> str:
         return "holds an adapter, not a whole model: only experts can be adapters"
     if "adapter_config.json" in names:
         return "holds the configuration of an adapter and no adapter_model.safetensors: copy or download it again"
+    stored = [name for name in names if name.endswith((*SUFFIXES, ".bin"))]
+    if not stored and (found := [name for name in names if name.endswith((*_OTHERS,))]):
+        kind = _OTHERS[PurePosixPath(found[0]).suffix]
+        return f"{verb} a file of {kind} ({found[0]}), which is not read: save the model by PyTorch, in safetensors"
     if only.endswith(SUFFIXES + PICKLES):
         return "is a file of a checkpoint: give its folder"
     if only != "*":
         return "is a file: give the folder of a checkpoint"
-    if found := [name for name in names if name.endswith(SUFFIXES)]:
-        alone = f"weights under the name {found[0]}: give this file" + (
-            f", or rename it to {WEIGHTS} to merge it with its config.json" if "config.json" in names else ""
-        )
-        several = (
-            f"{len(found)} files of weights ({found[0]} the first) and no {INDEX}: download that too, or give one of "
+    if stored:
+        return f"holds {_without_index(stored, 'config.json' in names)}"
+    return f"holds neither {WEIGHTS} nor {INDEX}: give the folder of a checkpoint"
+
+
+def _sharded(names: Iterable[str]) -> str:
+    """The error for a folder with parts of a model among its files; "" for another one."""
+    every = [*names]
+    for pattern, tool in _SHARDED.items():
+        if found := next((name for name in every if fnmatch(name.rpartition("/")[2], pattern)), None):
+            parts = f"parts of a model ({found}) as FSDP or DeepSpeed saves them"
+            return f"holds {parts}: write whole weights from them first, by {tool}"
+    return ""
+
+
+def _without_index(found: Sequence[str], configured: bool) -> str:
+    """What a folder without an index holds: files of weights under other names, or shards."""
+    name, index = (WEIGHTS, INDEX) if found[0].endswith(SUFFIXES) else (PICKLED, PICKLED_INDEX)
+    if len(found) > 1:
+        return (
+            f"{len(found)} files of weights ({found[0]} the first) and no {index}: download that too, or give one of "
             "the files if each is a whole model or adapter"
         )
-        return f"holds {alone if len(found) == 1 else several}"
-    return f"holds neither {WEIGHTS} nor {INDEX}: give the folder of a checkpoint"
+    if shard := _SHARD.search(found[0]):
+        way = f"rename the file to {name}" if int(shard[1]) == 1 else "download all of its files"
+        return f"{found[0]} and no {index}: {way}"
+    way = f", or rename it to {WEIGHTS} to merge it with its config.json" if configured else ""
+    return f"weights under the name {found[0]}: give this file{way}"

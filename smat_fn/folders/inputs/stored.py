@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from ...errors import first_line, some_of
+from ...errors import and_more, first_line, some_of
 from ...tree import PLAIN, dtype_name
 from ..files import identity
 
@@ -78,6 +78,17 @@ def _regular(file: Path) -> Path:
         if found.read(len(_POINTER)) == _POINTER:  # what git leaves in place of a file that it did not fetch
             raise ValueError(f"{file} is a pointer of Git LFS: fetch the file by git lfs pull")
     return file
+
+
+def empty_problems(where: str, leaves: Mapping[str, Tensor]) -> list[str]:
+    """An error for weights without values, which ZeRO-3 leaves on each process where it is saved without its parts."""
+    empty = [path for path, leaf in leaves.items() if leaf.shape == (0,) and re.search(r"\.weight$|\.lora_", path)]
+    if not empty:
+        return []
+    return [
+        f"{where} holds weights without values ({and_more(map(repr, sorted(empty)))}), as ZeRO-3 saves them without "
+        "its parts: run zero_to_fp32.py, or train with stage3_gather_16bit_weights_on_model_save"
+    ]
 
 
 def _named(found: object) -> bool:

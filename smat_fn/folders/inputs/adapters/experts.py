@@ -15,7 +15,7 @@ from ....errors import and_more
 from ..naming import namings
 from ..optional_leaves import predicts_ahead
 from ..reading import Folder, config_of
-from ..stored import Pickled, Store, Stored
+from ..stored import Pickled, Store, Stored, empty_problems
 from ..vocabulary import HEAD, by_token
 from . import products
 from .changes import Change, Magnitude, changed
@@ -42,7 +42,7 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
     file = file_of(path)
     opened = opened_folder(label, path, whole=True) if file is None else open_foreign(label, file, base)
     config, store, scale, problems, files, note = opened
-    held, strange = _held(label, store)
+    held, strange = _held(label, path, store)
     problems += strange
     shapes = {name: tuple(leaf.shape) for name, leaf in held.items()}
     halves: dict[tuple[str, bool], dict[str, str]] = {}
@@ -68,7 +68,7 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
             continue
         leaves[leaf], reads[leaf] = held[name], Stored(store, name)
         touched |= set() if ".base_layer." in name else {leaf}
-    problems += _unread(label, path, unknown)
+    problems += _unread(label, path, unknown, config)
     if scale is None:
         halves.clear()  # nothing to compute their ranks and scales with, as is told
     problems += _of_a_part(label, halves, base)
@@ -90,10 +90,14 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
     return Folder(label, leaves, reads, files, path, note="; ".join(notes))
 
 
-def _held(label: str, store: Any) -> tuple[dict[str, Tensor], list[str]]:
-    """Shapes and dtypes of an adapter's tensors, and errors for those of dtypes that cannot be merged."""
+def _held(label: str, path: Path, store: Any) -> tuple[dict[str, Tensor], list[str]]:
+    """Shapes and dtypes of an adapter's tensors, and errors for those of dtypes that cannot be merged.
+
+    Raises: ValueError for tensors without values.
+    """
     headers = {name: store.header(name) for name in store.names}
     held = {name: leaf for name, leaf in headers.items() if leaf is not None}
+    errors.raise_problems(empty_problems(f"{label}: {path}", held))
     return held, [
         f"{label}: {name!r} is stored as {store.code(name)}, which cannot be merged: save the adapter again"
         for name in headers
@@ -101,12 +105,15 @@ def _held(label: str, store: Any) -> tuple[dict[str, Tensor], list[str]]:
     ]
 
 
-def _unread(label: str, path: Path, unknown: Mapping[str, Sequence[str]]) -> list[str]:
+def _unread(label: str, path: Path, unknown: Mapping[str, Sequence[str]], config: Mapping[str, Any]) -> list[str]:
     """Errors for names in an adapter's file that are not factors of a leaf of base, by their kind."""
+    unset = f"which is of DoRA, but its {CONFIG} does not set use_dora: set it to true there"
+    dora = unset if config.get("use_dora") is not True else ""
     return [
         f"{label}: {weights_of(path).name} holds {name!r}{f' and {len(more)} more of its kind' if more else ''}, "
         + (
             _headless(name)
+            or (dora if kind == MAGNITUDE else "")
             or f"which is not a plain LoRA of a parameter of base: {'' if kind.startswith('.') else _HEAD}{MERGED}"
         )
         for kind, (name, *more) in unknown.items()

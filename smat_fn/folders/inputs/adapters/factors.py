@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from .... import errors
 from ....merge.around.factors import Factors
+from ..stored import empty_problems
 from .config import MERGED, WEIGHTS, WHOLE, WIDER
 from .peft import IN_MEMORY, PARTS, PREFIX, bare_name, opened_folder, weights_of
 
@@ -44,6 +45,7 @@ def read_adapter(label: str, path: Path) -> Held:
         else:
             kind = re.search(r"\.(lora|token_adapter|modules_to_save).*", name)
             others.setdefault(kind[0] if kind else name.rpartition(".")[2], []).append(name)
+    errors.raise_problems(empty_problems(f"{label}: {path}", {name: store.get_tensor(name) for name in store.names}))
     whole = not config.get("ensure_weight_tying")  # a tied head is merged with its embeddings, in whole models
     below = {f"{module}.base_layer.weight" for module, embedding in halves if embedding or whole}
     under = {

@@ -61,7 +61,10 @@ def opened_folder(label: str, path: Path, *, whole: bool = False) -> Opened:
             f"{label}: {path} is not a folder: give the folder of a LoRA adapter, or a hub name owner/name"
         )
     if not (path / CONFIG).is_file():
-        raise ValueError(f"{label}: {path} holds no {CONFIG}: give the folder of a LoRA adapter, or download it again")
+        inner = sorted(own.parent.name for own in path.glob(f"*/{CONFIG}"))
+        way = f", but its folders {some_of(inner)} do: give one of them" if inner else ""
+        way = way or ": give the folder of a LoRA adapter, or download it again"
+        raise ValueError(f"{label}: {path} holds no {CONFIG}{way}")
     try:
         config = checkpoint.read_json(path / CONFIG)
         file = weights_of(path)
