@@ -238,6 +238,16 @@ def test_weight_norms_of_older_names_are_compared_by_bases_names(hub, tmp_path):
     plan(TA, "owner/base", {"x": "owner/x"}, tmp_path / "out")
 
 
+def test_names_with_a_prefix_are_compared_by_bases_names(hub, models, tmp_path):
+    wrapped = {f"net.{path}": leaf for path, leaf in load_file(models / "one/model.safetensors").items()}
+    save_file(wrapped, models / "two/model.safetensors")
+    for name in "base", "two":
+        hub.add(f"owner/{name}", models / name)
+    merge_folders(TA, "owner/base", {"x": "owner/two"}, tmp_path / "out")
+    merge_folders(TA, models / "base", {"x": models / "one"}, tmp_path / "local")
+    assert bits(tmp_path / "out") == bits(tmp_path / "local")
+
+
 def test_a_repository_without_safetensors_is_downloaded_as_pickles(hub, models, tmp_path):
     torch.save(load_file(models / "one/model.safetensors"), models / "two/pytorch_model.bin")
     (models / "two/model.safetensors").unlink()

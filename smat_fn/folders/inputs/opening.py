@@ -1,6 +1,6 @@
 """Open base and experts: folders, hub names, adapters, other vocabularies, tied heads."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -138,7 +138,7 @@ def _opened(
             if not is_adapter(folder):
                 opened = open_folder(label, folder)
                 if start is not None:
-                    opened = opened if key_of(name) == into else _as_stored(start, _renamed(start, opened))
+                    opened = opened if key_of(name) == into else _as_stored(start, opened)
                     errors.raise_problems(other_kind(start, opened, partial=partial))
                 if start is not None and into is None:
                     opened = placed(start, opened) if partial else fitted(start, opened)
@@ -152,26 +152,9 @@ def _opened(
     return start, found
 
 
-def _renamed(base: Folder, other: Folder) -> Folder:
-    """An expert with base's names for weight norms, and as base where one of the two has a prefix before all names."""
-    other = other.named(as_base_spells(base.leaves, other.leaves))
-    if not other.leaves.keys().isdisjoint(base.leaves):
-        return other
-    less, more = _prefix(other.leaves, base.leaves), _prefix(base.leaves, other.leaves)
-    return other.named({path: more + path.removeprefix(less) for path in other.leaves})
-
-
-def _prefix(names: Collection[str], bare: Iterable[str]) -> str:
-    """The prefix of all names, as "module." of DistributedDataParallel, after which most of ``bare`` are among them."""
-    first, found = next(iter(names), ""), {"": 0}
-    for end in (place + 1 for place, letter in enumerate(first) if letter == "."):
-        if all(path.startswith(first[:end]) for path in names):
-            found[first[:end]] = sum(first[:end] + path in names for path in bare)
-    return max(found, key=lambda prefix: found[prefix])
-
-
 def _as_stored(base: Folder, other: Folder) -> Folder:
     """An expert with the names and shapes that base stores, where its own are those of a class of ``transformers``."""
+    other = other.named(as_base_spells(base.leaves, other.leaves))
     if base.leaves.keys() <= other.leaves.keys() or other.leaves.keys() <= base.leaves.keys():
         return other
     for naming in namings(base):

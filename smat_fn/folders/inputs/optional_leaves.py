@@ -1,7 +1,7 @@
 """Leaves that some tools store and others do not, or by other names: computed buffers, copies of embeddings."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +18,10 @@ _NORMED = (".weight_g", ".weight_v"), (".parametrizations.weight.original0", ".p
 
 
 def as_base_spells(base: Collection[str], other: Collection[str]) -> dict[str, str]:
-    """The names of another model's leaves with the factors of its weight norms called as in base."""
+    """The names of another model's leaves as base has them.
+
+    The factors of weight norms are called as in base, and a prefix before all names of one of the two goes or comes.
+    """
     names = {path: path for path in other}
     for theirs, bases in (_NORMED, _NORMED[::-1]):
         if not any(path.endswith(bases) for path in base) or any(path.endswith(theirs) for path in base):
@@ -27,7 +30,20 @@ def as_base_spells(base: Collection[str], other: Collection[str]) -> dict[str, s
             stem = path.removesuffix(theirs[0])
             if stem != path and stem + theirs[1] in names and stem + bases[0] not in names:
                 names |= {stem + own: stem + called for own, called in zip(theirs, bases, strict=True)}
-    return names
+    spelled = set(names.values())
+    if not spelled.isdisjoint(base):
+        return names
+    less, more = _prefix(spelled, base), _prefix(base, spelled)
+    return {path: more + name.removeprefix(less) for path, name in names.items()}
+
+
+def _prefix(names: Collection[str], bare: Iterable[str]) -> str:
+    """The prefix of all names, as "module." of DistributedDataParallel, after which most of ``bare`` are among them."""
+    first, found = next(iter(names), ""), {"": 0}
+    for end in (place + 1 for place, letter in enumerate(first) if letter == "."):
+        if all(path.startswith(first[:end]) for path in names):
+            found[first[:end]] = sum(first[:end] + path in names for path in bare)
+    return max(found, key=lambda prefix: found[prefix])
 
 
 def computed(path: str, leaf: Tensor) -> bool:

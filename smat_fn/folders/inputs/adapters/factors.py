@@ -45,7 +45,8 @@ def read_adapter(label: str, path: Path) -> Held:
         else:
             kind = re.search(r"\.(lora|token_adapter|modules_to_save).*", name)
             others.setdefault(kind[0] if kind else name.rpartition(".")[2], []).append(name)
-    errors.raise_problems(empty_problems(f"{label}: {path}", {name: store.get_tensor(name) for name in store.names}))
+    held = {name: leaf for name in store.names if (leaf := store.header(name)) is not None}
+    errors.raise_problems(empty_problems(f"{label}: {path}", held))
     whole = not config.get("ensure_weight_tying")  # a tied head is merged with its embeddings, in whole models
     below = {f"{module}.base_layer.weight" for module, embedding in halves if embedding or whole}
     under = {
