@@ -102,7 +102,7 @@ def namings(folder: Folder) -> Iterator[Naming]:
 
 
 def _models(root: Path) -> Iterator[Any]:
-    if root.is_file():  # without a configuration; transformers would read it as one
+    if not (root / "config.json").is_file():  # transformers, slow to import, would read a file as a configuration
         return
     import transformers
 

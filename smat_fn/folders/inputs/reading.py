@@ -404,7 +404,7 @@ def _sharded(names: Iterable[str]) -> str:
 
 
 def _without_index(found: Sequence[str], configured: bool) -> str:
-    """What a folder without an index holds: files of weights under other names, or shards."""
+    """The files of weights in a folder without an index: under other names, or shards."""
     name, index = (WEIGHTS, INDEX) if found[0].endswith(SUFFIXES) else (PICKLED, PICKLED_INDEX)
     if len(found) > 1:
         return (
