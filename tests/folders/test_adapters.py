@@ -16,8 +16,8 @@ from smat_fn import lora, random
 from smat_fn.config import Dare, TaskArithmetic, Ties, WeightAverage
 from smat_fn.folders import extract_lora, merge_adapters, merge_folders, plan
 from smat_fn.folders.inputs.adapters import config as adapter_config
-from smat_fn.folders.inputs.adapters.peft import BESIDE
 from smat_fn.folders.inputs.adapters.factors import read_adapter
+from smat_fn.folders.inputs.adapters.peft import BESIDE
 
 TA = TaskArithmetic(coef=1.0)
 PREFIX = "base_model.model."
