@@ -100,7 +100,7 @@ def load_peft(path: str | Path, module: nn.Module | None = None) -> tuple[dict[s
         if config.get(name)
     ]
     errors.raise_problems(problems)
-    adapters = {tree.unwrapped(name.removeprefix(PREFIX)): leaf for name, leaf in stored.items()}
+    adapters = {tree.unwrapped(name).removeprefix(PREFIX): leaf for name, leaf in stored.items()}
     whole = tuple(name for name in adapters if not name.endswith((A, B)))
     saved = [f"{own}." for own in config.get("modules_to_save") or ()]  # PEFT takes ends of names
     problems = [

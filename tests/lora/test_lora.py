@@ -387,6 +387,12 @@ def test_adapters_of_wrapped_blocks_are_named_as_those_of_the_model(tmp_path):
         lora.save_peft(tmp_path / folder, trained, adapter, base="tiny")
     for file in ("adapter_config.json", "adapter_model.safetensors"):
         assert (tmp_path / "wrapped" / file).read_bytes() == (tmp_path / "plain" / file).read_bytes()
+    file = tmp_path / "wrapped" / "adapter_model.safetensors"
+    plain = lora.load_peft(tmp_path / "plain")[0]
+    save_file({f"_orig_mod.{name}": leaf for name, leaf in load_file(file).items()}, file)  # of a compiled PeftModel
+    wrapped = lora.load_peft(tmp_path / "wrapped")[0]
+    assert plain.keys() == wrapped.keys()
+    assert all(torch.equal(leaf, wrapped[name]) for name, leaf in plain.items())
 
 
 def encoder(**options):

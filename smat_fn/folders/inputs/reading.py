@@ -26,9 +26,9 @@ SUFFIXES = ".safetensors", ".sft"  # of one format
 PICKLES = ".bin", ".pt", ".pth", ".ckpt", ".tar"  # of torch.save; timm writes .pth.tar
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"  # what is read without safetensors
 TASKS = "tasks.json"  # of models of several tasks: see `several`
-_OF_TRAINERS = (  # beside weights
-    *("training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state*.pth"),
-    "recipe_state.pt",
+OF_TRAINERS = (  # beside weights
+    *("training_args.bin", "optimizer*", "scheduler*", "scaler.pt", "sampler*", "dl_state_dict*", "rng_state*"),
+    *("recipe_state.pt", "custom_checkpoint_*"),
 )
 _SHARDED = {  # what writes whole weights from such parts
     "model_world_size_*_rank_*": OF_VERL,
@@ -259,7 +259,7 @@ def is_single(path: Path) -> bool:
 
 
 def _of_trainer(name: str) -> bool:
-    return any(fnmatch(name, pattern) for pattern in _OF_TRAINERS)
+    return any(fnmatch(name, pattern) for pattern in OF_TRAINERS)
 
 
 def _files(label: str, path: Path, problems: list[str], whole: Collection[Path]) -> dict[Path, set[str] | None]:

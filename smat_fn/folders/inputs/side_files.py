@@ -11,7 +11,7 @@ import torch
 
 from ...checkpoint import STATISTICS, read_json
 from .quantised import plain_config, quantised_by
-from .reading import MODULES, PICKLES, PIPELINE, ROUTER, SUFFIXES, config_of, module_folders
+from .reading import MODULES, OF_TRAINERS, PICKLES, PIPELINE, ROUTER, SUFFIXES, config_of, module_folders
 
 Files: TypeAlias = dict[str, Path | bytes]  # by name: to be copied, or as they are
 
@@ -41,8 +41,7 @@ COPIED = "spk_dict.pt", "colbert_linear.pt", "sparse_linear.pt", "adapter.*.safe
 _PASSED = (  # files of weights that need no note beside those that are read, since the output loses nothing with them
     *("model[.-]*", "pytorch_model*", "diffusion_pytorch_model*", "adapter_model.*"),  # read, or the same once more
     *("consolidated*", "openvino_*", "open_clip_*", "ggml*", "lit_model.pth", "adapter_[0-9]*.pt"),  # of other programs
-    *("training_args.bin", "optimizer*", "scheduler*", "scaler.pt", "sampler*", "dl_state_dict*", "rng_state*"),
-    *("*_state.*", "*_model_states.pt", "*_world_size_*", "custom_checkpoint_*"),  # a trainer's
+    *(*OF_TRAINERS, "*_state.*", "*_model_states.pt", "*_world_size_*"),
     *(*STATISTICS.values(), "smat_*", "*.resume.safetensors"),  # of train.py and the Trainer with SMAT
 )
 TEMPLATE = "chat_template.jinja"
