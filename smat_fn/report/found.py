@@ -261,12 +261,16 @@ def find(rows: Iterable[Result], runs: Iterable[Run], *, split: str, reference: 
 
 
 def _suite_differences(runs: Iterable[Run]) -> list[str]:
-    """Differences between suites, except for seeds, memory and devices, and tasks, which the scores tell."""
+    """Differences between suites, except for memory and devices, and tasks, which the scores tell.
+
+    The seed may differ from one training seed to another.
+    """
     values: dict[str, set[str]] = {}
     for run in runs:
         for name, value in run.suite.items():
+            name = f"suite seed, with training seed {run.seed}" if name == "seed" else name
             values.setdefault(name, set()).add(json.dumps(value))
-    ignored = ("seed", "device", "decode_batch", "gradient_checkpointing", "tasks")
+    ignored = ("device", "decode_batch", "gradient_checkpointing", "tasks")
     return [
         f"runs differ in {name} ({', '.join(sorted(found))})"
         for name, found in values.items()

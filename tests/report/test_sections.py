@@ -131,7 +131,8 @@ def test_more_mergers_than_the_papers_have_a_table_with_every_way_to_train(make,
         for seed in seeds[: 3 if label == "FT" else 2]:
             coef = 1.2 + 0.2 * seed
             rows += [Result(label, "iso_c", task, "test", 60.0 + seed, seed, coef) for task in "ab"]
-            runs.append(Run(label, "iso_c", seed, dev_curve=[(1.0, 55.0), (coef, 60.0)], suite=runs[0].suite))
+            own = {"name": "toy", "seed": seed}
+            runs.append(Run(label, "iso_c", seed, dev_curve=[(1.0, 55.0), (coef, 60.0)], suite=own))
     found = sections(*studies, facts={"chosen": {"SMAT": {}}})
     assert list(found) == ORDER_WITH_MERGERS
     section = found["Trainers and mergers"]
@@ -454,6 +455,12 @@ def test_what_is_there_twice_counts_once_and_what_contradicts_is_refused(make):
     with pytest.raises(ValueError, match=r"runs differ in name \(\"game\", \"toy\"\): make a report for each suite"):
         build_report(rows + more, runs + other)
     assert build_report(rows, runs + other)  # whose scores are not asked for
+    rows_of_two, runs_of_two = make("SMAT", [50.0, 51.0])
+    apart = [replace(run, suite={"name": "toy", "seed": 9}) if run.seed == 1 else run for run in runs_of_two]
+    assert build_report(rows + rows_of_two, runs + apart)  # suites differ between training seeds
+    apart = [replace(run, suite={"name": "toy", "seed": 9}) for run in runs_of_two]
+    with pytest.raises(ValueError, match=r"runs differ in suite seed, with training seed 0 \(0, 9\): make a report"):
+        build_report(rows + rows_of_two, runs + apart)
     memory = {"name": "toy", "gradient_checkpointing": True}
     saving = [run.__class__(**{**vars(run), "suite": {**run.suite, **memory}}) for run in other]
     plain = [run.__class__(**{**vars(run), "suite": {**run.suite, "gradient_checkpointing": False}}) for run in runs]

@@ -45,7 +45,7 @@ def load_runs(paths: Sequence[Path], *, options: Mapping[str, Any] | None = None
 
     Args: options: of the suites, instead of those in the manifests.
     Raises: ValueError that lists folders without experts, runs of several labels, methods or seeds, labels that come
-        twice with one seed, runs of one seed that differ in base, and runs that differ in tasks.
+        twice with one seed, runs of one seed that differ in base or suite seed, and runs that differ in tasks.
     """
     problems: list[str] = [] if paths else ["no runs: give at least one folder of train.py"]
     found: list[Run] = []
@@ -63,9 +63,11 @@ def load_runs(paths: Sequence[Path], *, options: Mapping[str, Any] | None = None
     names: dict[tuple[str, int], Path] = {}
     for run in found:
         other = first.setdefault(run.seed, run)
-        if _fingerprint(run) != _fingerprint(other):
+        same = {"base": _fingerprint(run) == _fingerprint(other), "suite seed": _suite_seed(run) == _suite_seed(other)}
+        if differ := [name for name, equal in same.items() if not equal]:
             problems.append(
-                f"{run.path} and {other.path} are both of seed {run.seed} but differ in base: compare runs of one suite"
+                f"{run.path} and {other.path} are both of seed {run.seed} but differ in {' and '.join(differ)}: "
+                "compare runs of one suite"
             )
         if (twin := names.get((run.label, run.seed))) is not None:
             problems.append(
@@ -231,3 +233,7 @@ def _load(path: Path, suites: dict[str, Suite], options: Mapping[str, Any]) -> R
 
 def _fingerprint(run: Run) -> str:
     return next(iter(run.inputs.manifests.values())).get("base_fingerprint", "")
+
+
+def _suite_seed(run: Run) -> int | None:
+    return run.suite.recipe.get("seed")

@@ -11,7 +11,7 @@ from ...evaluate.results import EXPERT, OTHERS, model_of
 from ...folders.multi_task import is_several
 from ...report.tables import MainTable, main_table, other_table
 from .models import BASE, Model, manifests_of, suited, tasks_of
-from .notes import other_options, other_rows, other_scores
+from .notes import apart, other_bases, other_options, other_rows, other_scores
 from .weights import weights_of
 
 
@@ -54,13 +54,14 @@ def evaluate(
 
     Raises:
         ValueError: lists every checkpoint without a suite, of another base, merged from other experts than those that
-            are scored beside it, or of one label, model and seed with another, before any is scored; for scores that
+            are scored beside it, of one label, model and seed with another, or of one seed with another and of another
+            suite seed, before any is scored; for scores that
             `main_table` cannot average, before they are computed; for weights that are not finite or not those that
             their manifest names, and scores that are not numbers.
     """
     manifests = manifests_of(folders)
     models = suited(manifests, options or {}, implied, split, other_tasks=other_tasks is not None)
-    errors.raise_problems(_base_problems(models) if base else [])
+    errors.raise_problems(_seed_problems(models) + (_base_problems(models) if base else []))
     check(main_table(planned(manifests.values(), split=split), split=split))
     notes = [note for model in models for note in model.suite.notes]
     if other_tasks is not None:
@@ -69,7 +70,7 @@ def evaluate(
         notes += [f"{folder} has a model for each task: it is not scored on other tasks" for folder in several]
     if recipes is not None:
         recipes.update({model.folder: dict(model.suite.recipe) for model in models})
-    notes += other_rows(models) + other_scores(models) + (other_options(models) if base else [])
+    notes += other_rows(models) + other_scores(models) + (other_options(models) if base else other_bases(models))
     for line in dict.fromkeys(f"note: {note}" for note in notes):
         report(line)
     rows, records = [], Records(keep)
@@ -161,18 +162,23 @@ def _of_bases(models: Sequence[Model], scorer_of: Callable[[Model], Scorer], spl
     return [*found.values()]
 
 
+def _seed_problems(models: Sequence[Model]) -> list[str]:
+    """Errors for checkpoints of one training seed that have several suite seeds."""
+    return [
+        f"{' and '.join(f'{folder} (suite seed {of})' for of, folder in found.items())} are both of training seed "
+        f"{seed}, but of different bases, heads or rows: train them with one --suite-seed, or evaluate them one by one"
+        for seed, found in apart(models, lambda model: model.suite.recipe.get("seed"))
+    ]
+
+
 def _base_problems(models: Sequence[Model]) -> list[str]:
     """Errors for checkpoints of one seed that have several bases, which one line cannot show, or with its label."""
-    of: dict[int, dict[str, Path]] = {}
-    for model in models:
-        of.setdefault(model.seed, {}).setdefault(model.base, model.folder)
     labelled = [str(model.folder) for model in models if model.manifest["label"] == BASE]
     taken = [f"{errors.and_more(labelled)} have the label {BASE}, that of the base's line: leave out --base"]
     return (taken if labelled else []) + [
         f"{' and '.join(map(str, found.values()))} have different bases, and seed {seed} has one line {BASE}: evaluate "
         "them one by one, or leave out --base"
-        for seed, found in of.items()
-        if len(found) > 1
+        for seed, found in apart(models, lambda model: model.base)
     ]
 
 

@@ -1,6 +1,6 @@
 """Notes on checkpoints whose scores cannot be compared."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 
 from ... import errors
@@ -10,6 +10,22 @@ from .models import BASE, Model
 
 _OF_SCORES = "metric", "rows", "max_new_tokens", "repeats"  # options of suites that say what a score is of
 _OF_TEXTS = "max_length", "rows"  # the same of plain texts
+
+
+def apart(models: Sequence[Model], of: Callable[[Model], Hashable]) -> list[tuple[int, dict[Hashable, Path]]]:
+    """The training seeds whose models differ in something: of each value the first folder."""
+    found: dict[int, dict[Hashable, Path]] = {}
+    for model in models:
+        found.setdefault(model.seed, {}).setdefault(of(model), model.folder)
+    return [(seed, own) for seed, own in found.items() if len(own) > 1]
+
+
+def other_bases(models: Sequence[Model]) -> list[str]:
+    """Notes on checkpoints of one seed that have several bases."""
+    return [
+        f"{' and '.join(map(str, found.values()))} have different bases, which their scores depend on too"
+        for _, found in apart(models, lambda model: model.base)
+    ]
 
 
 def other_rows(models: Sequence[Model]) -> list[str]:

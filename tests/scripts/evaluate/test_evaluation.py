@@ -23,6 +23,7 @@ from smat_fn.scripts.evaluate import evaluation, models, notes, outputs, weights
 from smat_fn.scripts.evaluate.evaluation import evaluate
 from smat_fn.scripts.evaluate.models import find_checkpoints
 from smat_fn.scripts.evaluate.outputs import verdict, write_report
+from smat_fn.scripts.merge.experts import suite as merge_suite
 from smat_fn.scripts.merge.in_memory import Request, merge_run
 from smat_fn.scripts.run_folder import find_inputs
 from smat_fn.suites import load_suite
@@ -92,9 +93,36 @@ def test_several_bases_have_no_line(runs, tmp_path, train, suite):
     other = load_suite("digits", progress=False, **{**RECIPE, "pretrain_steps": 12})
     train(tmp_path / "other", "ft", suite=other, tasks=("rot90",), training=Training(steps=1, lr=5e-4), label="OTHER")
     both = find_checkpoints([runs["ft"] / "rot90", tmp_path / "other"])
-    assert len(evaluate(both)) == 2
+    told = list[str]()
+    assert len(evaluate(both, report=told.append)) == 2
+    assert told == [f"note: {both[0]} and {both[1]} have different bases, which their scores depend on too"]
     with pytest.raises(ValueError, match="have different bases, and seed 21 has one line BASE: evaluate them one by"):
         evaluate(both, base=True)
+
+
+def test_runs_of_one_training_seed_and_two_suite_seeds_are_not_compared(runs, suite, tmp_path, monkeypatch):
+    def load(*, seed, **recipe):  # of equal bases, as those of texts and images, whose heads differ
+        return suite.replace(recipe={**suite.recipe, "seed": seed})
+
+    for module in (models, merge_suite):
+        monkeypatch.setattr(module, "load_suite", load)
+    other = {"suite": {**suite.recipe, "seed": 3}}
+    shutil.copytree(runs["smat"] / "base", tmp_path / "smat" / "base")
+    for task in ("mirror", "rot90"):
+        copied(runs["smat"] / task, tmp_path / "smat" / task, **other)
+        copied(runs["ft"] / task, tmp_path / "ft" / task)
+    shutil.copytree(runs["ft"] / "base", tmp_path / "ft" / "base")
+    one, two = tmp_path / "ft" / "mirror", tmp_path / "smat" / "mirror"
+    told = rf"^{one} \(suite seed 21\) and {two} \(suite seed 3\) are both of training seed 21, but of different bases"
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "score_model", lambda *a, **k: pytest.fail("nothing is scored"))
+        with pytest.raises(ValueError, match=told):
+            evaluate([one, two])
+    with pytest.raises(ValueError, match=r"smat and .*ft are both of seed 21 but differ in suite seed: compare runs"):
+        load_runs([tmp_path / "ft", tmp_path / "smat"])
+    assert len(evaluate([one, two], options={"seed": 21})) == 2
+    # suites may differ from one training seed to another
+    assert len(evaluate([one, copied(one, tmp_path / "22", seed=22, **other)])) == 2
 
 
 def test_a_base_with_two_ways_to_score_it_says_which(runs, tmp_path, train, suite):
