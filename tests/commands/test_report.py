@@ -19,7 +19,7 @@ STUDY = ROOT / "benchmarks" / "results" / "digits.jsonl"
 
 def test_every_option_reaches_a_report(monkeypatch, tmp_path):
     got, found = {}, sources.Sources([], [], [], [])
-    read = lambda paths, *, besides: got.update(sources=paths, besides=besides) or found  # noqa: E731
+    read = lambda paths, *, besides, split: got.update(sources=paths, besides=besides, of=split) or found  # noqa: E731
     monkeypatch.setattr(sources, "read_sources", read)
     monkeypatch.setattr(smat_fn.report, "write_full_report", lambda out, *found, **own: got.update(out=out, **own))
 
@@ -32,7 +32,8 @@ def test_every_option_reaches_a_report(monkeypatch, tmp_path):
     table = [
         ({"sources": (elsewhere,)}, {"sources": (elsewhere,)}),
         ({"out": elsewhere}, {"out": elsewhere, "besides": elsewhere}),
-        *(({name: value}, {name: value}) for name, value in (("title", "T"), ("split", "dev"), ("reference", "SMAT"))),
+        ({"split": "dev"}, {"split": "dev", "of": "dev"}),
+        *(({name: value}, {name: value}) for name, value in (("title", "T"), ("reference", "SMAT"))),
     ]
     assert_effects(call, command.Report((STUDY,), tmp_path), table, besides={"overwrite"})  # tested below
 

@@ -161,7 +161,7 @@ def report(options: Report) -> None:
     from smat_fn.report import write_full_report
     from smat_fn.scripts.evaluate.sources import read_sources
 
-    found = read_sources(options.sources, besides=options.out)
+    found = read_sources(options.sources, besides=options.out, split=options.split)
     page = write_full_report(
         options.out,
         found.rows,

@@ -41,14 +41,14 @@ class Sources(NamedTuple):
     analyses: list[Section]
 
 
-def read_sources(paths: Sequence[Path], *, besides: Path | None = None) -> Sources:
+def read_sources(paths: Sequence[Path], *, besides: Path | None = None, split: str = "test") -> Sources:
     """Everything at or below the given folders, or beside the given files of scores.
 
     A folder is searched for ``results.jsonl`` of eval.py (with ``runs.jsonl`` and ``results.json`` beside it), for
     outcomes of studies, for analyses (JSON), and for manifests of checkpoints. A file ``NAME.jsonl`` of scores may
     have ``NAME_runs.jsonl``, ``NAME.json`` and ``NAME_tuning.json`` beside it.
 
-    Args: besides: a folder that is left out.
+    Args: besides: a folder that is left out; split: whose runs are read: another split may be scored on another suite.
     Raises: ValueError that lists all that cannot be read, and for no scores at all.
     """
     found = Sources([], [], {}, [])
@@ -62,7 +62,7 @@ def read_sources(paths: Sequence[Path], *, besides: Path | None = None) -> Sourc
         for file in files:
             known = len(found.runs)
             try:
-                _read(file, found)
+                _read(file, found, split)
                 for run in found.runs[known:]:
                     key = run.label, run.model, run.seed
                     if run.fingerprint and file.name == checkpoint.MANIFEST:
@@ -112,13 +112,14 @@ def _below(folder: Path, besides: Path | None) -> list[Path]:
     ]
 
 
-def _read(file: Path, found: Sources) -> None:
+def _read(file: Path, found: Sources, split: str) -> None:
     if file.suffix == ".jsonl":
         beside = file.with_name(RUNS if file.name == RESULTS else f"{file.stem}_{RUNS}")
         # told apart here: two files may have one label with Muon and without
         rows, runs = with_muon(read_results(file), _runs(beside) if beside.exists() else [])
         found.rows.extend(rows)
-        found.runs.extend(runs)
+        scored = {(row.method, row.seed) for row in rows if row.split == split}
+        found.runs.extend(run for run in runs if (run.label, run.seed) in scored)
         for name in (f"{file.stem}.json", f"{file.stem}_tuning.json"):
             if (facts := file.with_name(name)).exists():
                 _add(found.facts, facts)

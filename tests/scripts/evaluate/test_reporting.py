@@ -8,7 +8,7 @@ import pytest
 from smat_fn.checkpoint import MANIFEST, describe, write_text
 from smat_fn.evaluate import Result, write_results
 from smat_fn.evaluate.results import SET, Run
-from smat_fn.report import write_full_report
+from smat_fn.report import build_report, write_full_report
 from smat_fn.report.tables import main_table
 from smat_fn.scripts.evaluate import evaluation, models, outputs
 from smat_fn.scripts.evaluate.sources import OUTCOME, read_sources
@@ -103,6 +103,20 @@ def test_scores_of_weights_that_have_been_replaced_are_refused(tmp_path):
     assert read_sources([tmp_path]).rows == FT
     write("kept/a", fingerprint="other", training={"optimizer": "muon"})
     assert read_sources([tmp_path]).rows == FT
+
+
+def test_suites_of_another_split_are_left_out(tmp_path):
+    dev = [replace(row, split="dev") for row in FT + SMAT]
+    labels = [RUN, replace(RUN, label="SMAT")]
+    evaluated(tmp_path / "dev", dev, [replace(run, suite={"metric": "exact"}) for run in labels])
+    evaluated(tmp_path / "ft", FT, [replace(RUN, suite={"metric": "choice"})])
+    evaluated(tmp_path / "smat", SMAT, [replace(labels[1], suite={"metric": "choice"})])
+    for split, metric in (("test", "choice"), ("dev", "exact")):
+        assert [run.suite["metric"] for run in read_sources([tmp_path], split=split).runs] == [metric, metric]
+    evaluated(tmp_path / "smat", SMAT, [replace(labels[1], suite={"metric": "likelihood"})])
+    found = read_sources([tmp_path])
+    with pytest.raises(ValueError, match=r'runs differ in metric \("choice", "likelihood"\)'):
+        build_report(found.rows, found.runs)
 
 
 def test_a_file_of_scores_brings_what_is_beside_it(tmp_path):
