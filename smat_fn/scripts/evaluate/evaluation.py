@@ -102,7 +102,7 @@ def _with_other_tasks(models: Sequence[Model], named: Sequence[str], split: str)
     Args: named: tasks that no checkpoint here is of; empty: all of them in a suite.
     Raises: ValueError for unknown names, tasks of the checkpoints, and where no model or no task is left.
     """
-    made = dict.fromkeys(task for model in models for task in model.tasks)
+    made = dict.fromkeys(task for model in models for task in (*model.tasks, *model.manifest.get("experts", ())))
     every = dict.fromkeys(task for model in models for task in model.suite.tasks if task not in made)
     several = [model.folder for model in models if is_several(model.folder)]
     problems = [

@@ -140,7 +140,7 @@ def suited(
     problems = unreplaced(folder for folder, m in manifests.items() if m["kind"] != "merged") + _stale(manifests)
     for folder, manifest in manifests.items():
         line = manifest["label"], model_of(manifest), manifest["seed"]
-        if (other := rows_of.setdefault(line, folder)) != folder:
+        if (other := rows_of.setdefault((*line, manifest["hyperparameters"].get("task")), folder)) != folder:
             problems.append(_named_alike(folder, other, line, manifest))
         if not (recipe := named_by[folder]):
             problems.append(
@@ -227,10 +227,13 @@ def _implied_suite(folder: Path, options: Mapping[str, Any]) -> dict[str, Any] |
 
 
 def tasks_of(manifest: Mapping[str, Any]) -> tuple[str, ...]:
-    """The tasks that a checkpoint was made for."""
+    """The tasks that a checkpoint was made for; of a merge for one of its tasks (emr --task) this one."""
     if manifest["kind"] == "expert":
         return (manifest["task"],)
-    return tuple(manifest["tasks" if manifest["kind"] == checkpoint.JOINT else "experts"])
+    if manifest["kind"] == checkpoint.JOINT:
+        return tuple(manifest["tasks"])
+    alone = manifest["hyperparameters"].get("task")
+    return (alone,) if alone else tuple(manifest["experts"])
 
 
 def _stale(manifests: Mapping[Path, Mapping[str, Any]]) -> list[str]:

@@ -122,3 +122,20 @@ def test_every_task_is_scored_by_its_own_model(inputs, suite, merged, tmp_path):
     assert any(
         not torch.equal(a, b) for a, b in zip(*(stored(tmp_path / p.name).values() for p in experts[:2]), strict=True)
     )
+
+
+def test_a_model_for_one_task_is_scored_on_it_and_models_for_all_tasks_as_their_folder(inputs, merged, tmp_path):
+    base, experts = inputs
+    tasks = [path.name for path in experts[:2]]
+    for task in tasks:
+        list(on_disk.stream_run([Emr(task=task)], on_disk.order(base, experts[:2], out=tmp_path / task, seed=0)))
+    alone = [tmp_path / task / "emr" for task in tasks]
+    whole = evaluation.evaluate([merged / "emr"], split="dev")
+    assert evaluation.evaluate(alone[:1], split="dev") == whole[:1]
+    assert evaluation.evaluate(alone, split="dev") == whole
+    with pytest.raises(ValueError, match=f"SMAT, EMR, seed 21 lacks task '{tasks[1]}', which others have: add it, or"):
+        evaluation.evaluate([*experts[:2], alone[0]])
+    with pytest.raises(ValueError, match=f"other_tasks names '{tasks[1]}', a task of the checkpoints"):
+        evaluation.evaluate(alone[:1], other_tasks=[tasks[1]])
+    with pytest.raises(ValueError, match=f"SMAT, emr, seed 21 has two scores on {tasks[0]}"):
+        evaluation.evaluate([merged / "emr", alone[0]])
