@@ -248,7 +248,7 @@ def read_json(file: Path) -> Any:
 
 
 def files_below(folder: Path, pattern: str) -> list[Path]:
-    """Files at or below a folder whose names fit a pattern, sorted; links to folders are not followed.
+    """Files at or below a folder whose names fit a pattern, sorted; each folder once, linked ones too.
 
     Hidden folders below it are left out: what is written there has not ended (`atomic_folder`), or is of other tools.
 
@@ -260,9 +260,17 @@ def files_below(folder: Path, pattern: str) -> list[Path]:
             raise error
 
     found: list[Path] = []
-    for place, folders, names in os.walk(folder, onerror=failed):
-        folders[:] = [name for name in folders if not name.startswith(".") and name != "lost+found"]
-        found += [file for name in fnmatch.filter(names, pattern) if (file := Path(place, name)).is_file()]
+    seen = {*map(str, Path(os.path.realpath(folder)).parents)}  # a link may lead above the folder
+    links = [str(folder)]  # after the folders that are there themselves, whose names are kept
+    while links:
+        for place, folders, names in os.walk(links.pop(0), onerror=failed):
+            if (real := os.path.realpath(place)) in seen:
+                folders.clear()
+                continue
+            seen.add(real)
+            folders[:] = [name for name in folders if not name.startswith(".") and name != "lost+found"]
+            links += sorted(path for name in folders if os.path.islink(path := os.path.join(place, name)))
+            found += [file for name in fnmatch.filter(names, pattern) if (file := Path(place, name)).is_file()]
     return sorted(found)
 
 

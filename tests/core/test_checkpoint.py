@@ -337,6 +337,27 @@ def test_files_below_a_folder_are_those_of_rglob_but_in_hidden_folders(tmp_path)
     assert checkpoint.files_below(tmp_path / "x.json", "*") == []
 
 
+def test_files_of_linked_folders_are_found_once_and_by_their_own_name_if_they_have_one(tmp_path):
+    runs, scratch = tmp_path / "runs", tmp_path / "scratch"
+    for place in (runs / "own", scratch / "far" / "deep", tmp_path / "other"):
+        place.mkdir(parents=True)
+        (place / "x.json").touch()
+    for link, target in {
+        runs / "a": runs / "own",
+        runs / "far": scratch / "far",
+        runs / "again": scratch / "far",
+        scratch / "far" / "back": runs,
+        runs / "own" / "up": tmp_path,
+        runs / "lost": tmp_path / "none",
+    }.items():
+        link.symlink_to(target)
+    found = [runs / "again" / "deep" / "x.json", runs / "own" / "x.json"]
+    assert checkpoint.files_below(runs, "x.json") == found
+    link = tmp_path / "link"
+    link.symlink_to(runs)
+    assert checkpoint.files_below(link, "x.json") == [link / file.relative_to(runs) for file in found]
+
+
 def test_a_folder_that_cannot_be_read_is_an_error_and_one_that_is_gone_is_not(tmp_path, monkeypatch):
     (tmp_path / "closed").mkdir()
     scandir, error = os.scandir, PermissionError(13, "Permission denied", str(tmp_path / "closed"))
