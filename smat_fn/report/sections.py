@@ -8,7 +8,7 @@ from typing import Any
 from ..evaluate.statistics import Estimate, signed
 from .found import PARTS, Found, times
 from .section import Section, Table, size, spread, words
-from .tables import COLUMNS, JOINT, MORE, Cell, cell_of, drop, is_best, marked, plain
+from .tables import COLUMNS, JOINT, MORE, Cell, cell_of, drop, is_best, marked, plain, seed_notes
 
 FEW = 4  # pairs that are shown in every column
 NOTE = (
@@ -77,16 +77,11 @@ def _uncompared(found: Found, labels: list[str]) -> list[str]:
 
 
 def _legend(found: Found, rows: list[list[object]]) -> str:
-    own = {
-        label: tuple(sorted({seed for cell in line.values() for seed in cell.by_seed}))
-        for label, line in found.table.cells.items()
-    }
-    seeds = sorted({seed for of in own.values() for seed in of})
+    seeds = sorted({seed for line in found.table.cells.values() for cell in line.values() for seed in cell.by_seed})
     split = found.table.split.capitalize()
     text = f"{split} scores from 0 to 100, means over tasks; seeds {', '.join(map(str, seeds))}."
-    if len({*own.values()}) > 1:
-        each = "; ".join(f"{plain(label)} {', '.join(map(str, of))}" for label, of in own.items())
-        text += f" **Labels have different seeds** ({each}): a mean is over its label's, a difference over common ones."
+    if notes := seed_notes(found.table, plain):
+        text += f" **Means are over different seeds** ({'; '.join(notes)}), differences over common ones."
     if rows:
         text += (
             " Difference: of the mean of five mergers (Avg), or of the experts where not all five are there. Finding: "
@@ -331,11 +326,13 @@ def mergers(found: Found, facts: Mapping[str, Any]) -> Section | None:
             for x, cell in cells.items()
         }
         gains = {pair: got for pair in pairs if (got := found.difference(pair[0], name, pair[1]))}
-        seeds = sorted({len(cell.scores) for cell in cells.values()})
-        counts = " to ".join(map(str, dict.fromkeys((seeds[0], seeds[-1]))))
+        seeds = {x: ", ".join(map(str, cell.by_seed)) for x, cell in cells.items()}
+        same = len({*seeds.values()}) == 1
+        each = "; ".join(f"{x} {own}" for x, own in seeds.items())
+        counts = str(len(next(iter(cells.values())).by_seed)) if same else each
         changes = [with_interval(gains.get(pair)) for pair in pairs]
-        shown = [f"{mean} ({interval})" if interval else mean for mean, interval in changes]
-        rows.append([name, _coef(found, name), counts, *map(texts.get, table.cells), *shown])
+        differences = [f"{mean} ({interval})" if interval else mean for mean, interval in changes]
+        rows.append([name, _coef(found, name), counts, *map(texts.get, table.cells), *differences])
         for label, cell in cells.items():
             other = found.compared_with(label)
             got = gains.get((label, other or ""))

@@ -1,7 +1,7 @@
 """The main table: one line per method, experts and mergers side by side."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -192,9 +192,36 @@ def relative_table(rows: Iterable[Result], *, split: str = "test") -> MainTable:
     return _table(((row, 100 * row.score / experts[row.method, row.seed, row.task]) for row in merged), split, None)
 
 
-def is_best(cell: Cell, others: Iterable[Cell]) -> bool:
-    """Whether no other mean is larger, but for rounding: equal means are all best."""
-    return cell.mean >= max(other.mean for other in others) - ROUNDING
+def is_best(cell: Cell, column: Collection[Cell]) -> bool:
+    """Whether no other mean over the same seeds is larger, but for rounding: equal means are all best.
+
+    A cell whose seeds no other of its column has is best only if it is alone.
+    """
+    rivals = [other.mean for other in column if other.by_seed.keys() == cell.by_seed.keys()]
+    return cell.mean >= max(rivals) - ROUNDING and (len(rivals) > 1 or len(column) == 1)
+
+
+def seed_notes(table: MainTable, name: Callable[[str], str] = str) -> list[str]:
+    """Notes on means over different seeds: of labels, and of columns that have fewer than their label."""
+    own = {
+        label: sorted({seed for cell in line.values() for seed in cell.by_seed}) for label, line in table.cells.items()
+    }
+    notes = []
+    if len({*map(tuple, own.values())}) > 1:
+        each = "; ".join(f"{name(label)} {', '.join(map(str, seeds))}" for label, seeds in own.items())
+        notes.append(f"labels have different seeds ({each})")
+    for label, line in table.cells.items():
+        fewer: dict[str, list[str]] = {}
+        for column, cell in line.items():
+            if len(cell.by_seed) < len(own[label]):
+                fewer.setdefault(seeds_text(cell.by_seed), []).append(column)
+        notes += [f"{', '.join(columns)} of {name(label)}: {seeds} alone" for seeds, columns in fewer.items()]
+    return notes
+
+
+def seeds_text(seeds: Collection[int]) -> str:
+    """``seed 0``, or ``seeds 0, 1``."""
+    return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
 
 
 def markdown(table: MainTable, *, digits: int = 2) -> str:

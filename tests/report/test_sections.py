@@ -141,7 +141,9 @@ def test_more_mergers_than_the_papers_have_a_table_with_every_way_to_train(make,
     assert column(section, "Merger") == ["WA", "TA", "TIES", "DARE", "DELLA", "ISO_C"]
     ta, iso = section.table.rows[1], section.table.rows[-1]
     assert ta == ["TA", "0.3", "3", "50.00 ± 0.00", "**51.23 ± 0.25**", "+1.23 (+0.61 to +1.86)"]
-    assert iso == ["ISO_C", "1.2 to 1.6 dev", "2 to 3", "**61.00 ± 1.00**", "60.50 ± 0.71", "+0.00 (+0.00 to +0.00)"]
+    seeds = "FT 0, 1, 2; SMAT 0, 1"
+    assert iso == ["ISO_C", "1.2 to 1.6 dev", seeds, "61.00 ± 1.00", "60.50 ± 0.71", "+0.00 (+0.00 to +0.00)"]
+    assert "**Means are over different seeds** (ISO_C of SMAT: seeds 0, 1 alone), diff" in found["Summary"].text
     (record,) = records(section, merger="ISO_C", method="SMAT")
     assert (record["n"], record["reference"], record["difference"], record["low"]) == (2, "FT", 0.0, 0.0)
     assert "chosen on dev for SMAT" in section.text
@@ -190,7 +192,9 @@ def test_another_reference_can_be_named(make, sections):
 
 def test_labels_of_different_seeds_are_said_to_be(make, sections):
     found = sections(make("FT", [50.0, 60.0]), make("SMAT", [51.0], "smat"))
-    assert "**Labels have different seeds** (FT 0, 1; SMAT 0)" in found["Summary"].text
+    told = "**Means are over different seeds** (labels have different seeds (FT 0, 1; SMAT 0)), differences"
+    assert told in found["Summary"].text
+    assert column(found["Main results"], "Avg") == ["55.00 ± 7.07", "51.00"]  # none is marked as best
     assert "different seeds" not in sections(make("FT", [50.0]), make("SMAT", [51.0], "smat"))["Summary"].text
 
 

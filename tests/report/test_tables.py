@@ -11,13 +11,16 @@ from smat_fn.report.tables import (
     COLUMNS,
     main_table,
     markdown,
+    marked,
     other_table,
     other_tasks_of,
     relative_table,
     rich_table,
+    seed_notes,
     show,
     terminal,
 )
+from smat_fn.scripts.evaluate.outputs import verdict
 
 
 def test_means_over_tasks_mergers_and_seeds(rows):
@@ -94,6 +97,24 @@ def test_terminal_marks_the_best_of_each_column(rows):
         ft, smat = column.cells
         assert "bold" not in ft
         assert smat.startswith("[bold]")
+
+
+def test_means_over_other_seeds_are_named_and_only_those_over_the_same_are_compared():
+    def some(label, model, scores):
+        return [Result(label, model, "a", "test", score, seed) for seed, score in scores.items()]
+
+    both = {0: 50.0, 1: 60.0}
+    rows = some("FT", "expert:a", both) + some("A", "expert:a", both) + some("B", "expert:a", {0: 90.0})
+    table = main_table([*rows, *some("FT", "emr", {0: 10.0}), *some("A", "emr", {1: 20.0}), *some("FT", "iso_c", both)])
+    assert seed_notes(table, str.lower) == [
+        "labels have different seeds (ft 0, 1; a 0, 1; b 0)", "EMR of ft: seed 0 alone", "EMR of a: seed 1 alone"
+    ]  # fmt: skip
+    texts = marked(table, "<{}>".format)
+    assert [texts[label][0] for label in ("FT", "A", "B")] == ["<55.00 ± 7.07>", "<55.00 ± 7.07>", "90.00"]
+    assert [texts[label][table.columns.index("EMR")] for label in ("FT", "A")] == ["10.00", "20.00"]
+    assert texts["FT"][table.columns.index("ISO_C")] == "<55.00 ± 7.07>"
+    assert verdict(table) == "best merged model: FT 55.00 by ISO_C (seeds 0, 1), A 20.00 by EMR (seed 1)"
+    assert seed_notes(main_table(some("FT", "emr", both))) == []
 
 
 def test_scores_on_other_tasks_are_in_a_table_of_their_own(rows):

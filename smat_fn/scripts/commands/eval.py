@@ -70,7 +70,15 @@ def main(args: Eval) -> None:
     from smat_fn.evaluate.scoring import shares_note
     from smat_fn.folders.files import identity
     from smat_fn.report.plots import check_colours, main_plot
-    from smat_fn.report.tables import main_table, other_table, other_tasks_of, relative_table, show, terminal
+    from smat_fn.report.tables import (
+        main_table,
+        other_table,
+        other_tasks_of,
+        relative_table,
+        seed_notes,
+        show,
+        terminal,
+    )
     from smat_fn.scripts.evaluate import evaluation, models, outputs
 
     torch.set_num_threads(args.threads)
@@ -92,9 +100,11 @@ def main(args: Eval) -> None:
         folders, split=args.split, options=options, implied=_implied(args.preset), keep=args.out, recipes=recipes,
         report=outcome.line, base=args.base, other_tasks=args.other_tasks,
     )  # fmt: skip
-    if note := shares_note(row.score for row in rows):
+    table = main_table(rows, split=args.split)
+    shares = shares_note(row.score for row in rows)
+    for note in [*([shares] if shares else []), *seed_notes(table)]:
         outcome.line(f"note: {note}")
-    show(terminal(table := main_table(rows, split=args.split)))
+    show(terminal(table))
     other, relative, problems = None, None, list[str]()
     if args.relative:
         with collected(problems):  # an expert may score 0: the rest is shown and written first

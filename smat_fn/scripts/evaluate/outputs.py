@@ -15,7 +15,7 @@ from ...evaluate import Result, write_results
 from ...evaluate.records import ANSWERS, SCORES
 from ...evaluate.results import OTHERS, RUNS, run_of
 from ...evaluate.statistics import differences
-from ...report.tables import JOINT, MainTable, markdown, other_tasks_of, plain
+from ...report.tables import JOINT, MainTable, markdown, other_tasks_of, plain, seed_notes, seeds_text
 from .models import manifests_of
 
 RESULTS = "results.jsonl"
@@ -74,7 +74,7 @@ def write_report(
             if row.coef is not None and not row.model.startswith(OTHERS)
         },
     }
-    text = markdown(table)
+    text = "\n".join([markdown(table), *(f"Note: {note}.\n" for note in seed_notes(table, plain))])
     if relative is not None:
         text += f"\nIn % of the expert's score, mean over tasks:\n\n{markdown(relative)}"
     if other is not None:
@@ -93,7 +93,7 @@ def _means(table: MainTable) -> dict[str, Any]:
 def verdict(table: MainTable) -> str:
     """One line: each method's mean over the five mergers, and its difference from the first method's, by seed.
 
-    Where no method has all five, each method's best merged model.
+    Where no method has all five, each method's best merged model, with its seeds where they differ.
     """
     besides = {"Expert", JOINT}
     five = {method: line["Avg"] for method, line in table.cells.items() if "Avg" in line}
@@ -103,7 +103,9 @@ def verdict(table: MainTable) -> str:
             for method, line in table.cells.items()
             if line.keys() - besides
         }
-        best = ", ".join(f"{method} {mean:.2f} by {name}" for method, (mean, name) in merged.items())
+        seeds = {method: seeds_text(table.cells[method][name].by_seed) for method, (_, name) in merged.items()}
+        of = {method: f" ({text})" for method, text in seeds.items()} if len({*seeds.values()}) > 1 else {}
+        best = ", ".join(f"{x} {mean:.2f} by {name}{of.get(x, '')}" for x, (mean, name) in merged.items())
         return f"best merged model: {best}" if best else "no merged models: merge the experts with merge.py"
     first, *others = five
     parts = [f"{method} {cell.mean:.2f}" for method, cell in five.items()]

@@ -511,6 +511,14 @@ def test_the_report_has_every_score_the_table_and_the_means(rows, folders, tmp_p
     )
 
 
+def test_the_table_on_disk_names_means_over_other_seeds(rows, folders, tmp_path):
+    rows = [row for row in rows if row.model.startswith("expert:")]
+    rows += [replace(row, seed=22) for row in rows if row.method == "FT"]
+    write_report(tmp_path, rows, table := main_table(rows), checkpoints=folders)
+    told = "Note: labels have different seeds (FT 21, 22; SMAT 21).\n"
+    assert (tmp_path / "table.md").read_text() == f"{markdown(table)}\n{told}"
+
+
 def test_the_verdict_is_the_five_merger_mean_and_its_difference():
     def made(method, scores):
         models = ("wa", "ta", "ties", "dare", "della")
