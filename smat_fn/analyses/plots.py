@@ -8,7 +8,7 @@ import numpy as np
 
 from .. import checkpoint
 from ..evaluate.statistics import signed
-from ..report.plots import aside, colours, legible, new_figure, png, reach, tidy
+from ..report.plots import aside, colours, legend, legible, new_figure, png, reach, tidy
 from ..report.section import csv_text
 from .interference import OUTSIDE, mean_rms
 from .results import Result, Row, as_json, curves, disagreement, methods, records
@@ -68,7 +68,7 @@ def _curve(result: Result) -> Any:
     spread = any(cell.sd for line in found.values() for cell in line.values())
     axes.set_ylabel(f"{settings['split']} score, % of the FT experts'" + "\n± standard deviation over seeds" * spread)
     tidy(axes, "y")
-    axes.legend(frameon=False, ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0), columnspacing=1)
+    legend(axes, columns=5, loc="lower center", bbox_to_anchor=(0.5, 1.0), columnspacing=1)
     return figure
 
 
@@ -83,7 +83,7 @@ def _gains(result: Result) -> Any:
         axes.scatter([expert], [place], color="white", label="" if place else "experts", **style)
         axes.scatter([merged], [place], color=palette[method], label="" if place else "mean of five mergers", **style)
         axes.annotate(signed(-drop, 1), ((merged + expert) / 2, place), (0, 5), textcoords="offset points", ha="center")
-    axes.set_yticks(range(len(found)), list(found))
+    axes.set_yticks(range(len(found)), [legible(method, 32) for method in found])
     axes.set(ylim=(len(found) - 0.5, -0.6))
     axes.set_xlabel(f"mean {result['settings']['split']} score over tasks")
     tidy(axes, "x")
@@ -112,7 +112,7 @@ def _landscape(result: Result) -> Any:
         line[0].set_ylabel(f"{task}\nb, others")
         figure.colorbar(drawn, ax=list(line), label="loss")
     for axes, name in zip(grid[0], names, strict=True):
-        axes.set_title(name)
+        axes.set_title(legible(name, 32))
     for axes in grid[-1]:
         axes.set_xlabel("a, own update")
     figure.supxlabel(f"contours: every {STEP:g}; star: the expert alone, (1, 0)")
@@ -211,7 +211,7 @@ def _disentanglement(result: Result) -> Any:
         drawn = axes.pcolormesh(axis, axis, grid, vmin=0, vmax=high, cmap="viridis_r", shading="nearest")
         axes.plot([settings["coef"]], [settings["coef"]], marker="*", markersize=11, color="white",
                   markeredgecolor="black", linestyle="none")  # fmt: skip
-        axes.set_title(method)
+        axes.set_title(legible(method, 32))
         axes.set_xlabel("a1, first task")
     line[0].set_ylabel("a2, second task")
     figure.colorbar(drawn, ax=list(line), label="predictions that differ, %")

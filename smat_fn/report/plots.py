@@ -1,8 +1,12 @@
 """Figures: the main table as points and as a heat map, paired differences, curves over the noise."""
 
+import logging
+import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from io import BytesIO
 from itertools import cycle
+from textwrap import wrap
 from typing import Any, Literal
 
 import numpy as np
@@ -10,9 +14,12 @@ import numpy as np
 from ..evaluate.statistics import Estimate
 from .tables import JOINT, Cell, MainTable
 
+log = logging.getLogger(__name__)
+
 # Okabe and Ito's palette: distinct with any colour vision
 COLOURS = {"ft": "#C7C7C7", "smat": "#0072B2", "asam": "#E69F00", "mergopt": "#009E73", "orthoreg": "#CC79A7"}
 FONT = 9  # points
+LETTERS = 60  # of a label in a line of a legend
 NUMBERED = 6  # methods
 SPARE = ("#56B4E9", "#D55E00", "#F0E442", "#FFFFFF", "#000000")
 
@@ -77,7 +84,7 @@ def main_plot(table: MainTable, *, title: str = "") -> bytes:
     middles = [(low + high) / 2 for low, high in reaches]
     cut = " and ".join(f"{max(0, x - span / 2):.0f} to {min(100, x + span / 2):.0f}" for x in middles)
     figure.supxlabel(f"{means}scores are 0 to 100, shown are {cut}")
-    figure.legend(*axes.get_legend_handles_labels(), ncols=min(count, 5), loc="outside upper right", frameon=False)
+    legend(figure, *axes.get_legend_handles_labels(), columns=min(count, 5), loc="outside upper right")
     grid[0][0].set_title(title, loc="left")
     return png(figure)
 
@@ -123,7 +130,10 @@ def merger_plot(table: MainTable, mergers: Sequence[str]) -> bytes:
 
     methods = list(table.cells)
     means = np.array([[line[m].mean if m in line else np.nan for line in table.cells.values()] for m in mergers])
-    figure, axes = new_figure(2.4 + 0.8 * len(methods), 1.6 + 0.28 * len(mergers))
+    longest = width_of(methods)
+    turned = len(methods) > 2 or longest > 0.8
+    more = max(0.0, longest - 1.2) if turned else 0.0  # inches, of which a turned label takes a part in each direction
+    figure, axes = new_figure(2.4 + 0.8 * len(methods) + 0.9 * more, 1.6 + 0.28 * len(mergers) + 0.5 * more)
     drawn = axes.imshow(means, cmap="cividis", aspect="auto")
     for (y, x), mean in np.ndenumerate(means):
         if not np.isnan(mean):
@@ -132,8 +142,8 @@ def merger_plot(table: MainTable, mergers: Sequence[str]) -> bytes:
     axes.set_xticks(
         range(len(methods)),
         methods,
-        rotation=30 if len(methods) > 2 else 0,
-        ha="right" if len(methods) > 2 else "center",
+        rotation=30 if turned else 0,
+        ha="right" if turned else "center",
     )
     axes.set_yticks(range(len(mergers)), mergers)
     axes.tick_params(length=0)
@@ -160,7 +170,8 @@ def paired_plot(differences: Mapping[str, Mapping[str, Estimate]]) -> bytes:
         blocks[name] = top
         places += [top + 1 + i for i in range(len(block))]
         top += len(block) + 1.4
-    figure, axes = new_figure(6.4, 0.8 + 0.25 * top)
+    names = max(1.2 * width_of(blocks), width_of(name for name, _ in lines))  # those of blocks are bold
+    figure, axes = new_figure(max(6.4, 3.8 + names), 0.8 + 0.25 * top)
     axes.axvline(0, color="0.35", linewidth=1)
     for (_, got), y in zip(lines, places, strict=True):
         colour = "#0072B2" if got.settled else "0.45"
@@ -209,7 +220,7 @@ def noise_plot(curves: Mapping[str, Mapping[float, Cell]], *, reference: tuple[s
     axes.set_xlabel("RMS of the noise, in units of the weights")
     axes.set_ylabel("score, mean of five mergers\n± standard deviation over seeds")
     tidy(axes, "both", shade="0.9")
-    axes.legend(frameon=False, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    legend(axes, columns=4, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     return png(figure)
 
 
@@ -228,9 +239,36 @@ def aside(figure: Any, index: int, count: int) -> Any:
     return ScaledTranslation((index - (count - 1) / 2) * 4 / 72, 0, figure.dpi_scale_trans)
 
 
-def legible(label: str) -> str:
-    """A label for a legend: matplotlib leaves out those that begin with an underscore, so an empty space leads them."""
+def legible(label: str, letters: int = LETTERS) -> str:
+    """A label for a legend, in lines of that many letters.
+
+    matplotlib leaves out those that begin with an underscore, so an empty space leads them.
+    """
+    label = "\n".join(wrap(label, letters)) if len(label) > letters else label
     return f"\u200b{label}" if label.startswith("_") else label
+
+
+def width_of(texts: Iterable[str]) -> float:
+    """The width of the longest text of a figure, in inches."""
+    from matplotlib.textpath import TextPath
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # `png` names them
+        paths = [TextPath((0, 0), text.replace("$", "S"), size=FONT) for text in texts if text.strip()]
+    return max((path.get_extents().width / 72 for path in paths), default=0.0)
+
+
+def legend(owner: Any, *drawn: Any, columns: int, **options: Any) -> None:
+    """A legend of a figure or of axes, in as many columns as fit into the figure. Args: drawn: handles and labels."""
+    for count in range(columns, 0, -1):
+        made = owner.legend(*drawn, ncols=count, frameon=False, **options)
+        for text in made.get_texts():  # as `png` will
+            text.set(fontsize=FONT, parse_math=False)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph")
+            if made.get_window_extent().width < made.figure.bbox.width - 0.1 * made.figure.dpi or count == 1:
+                return
+        made.remove()
 
 
 def tidy(axes: Any, grid: Literal["x", "y", "both"], *, shade: str = "0.88") -> None:
@@ -253,5 +291,14 @@ def png(figure: Any) -> bytes:
         text.set_fontsize(FONT)
         text.set_parse_math(text in powers)
     file = BytesIO()
-    figure.savefig(file, metadata={"Software": None})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        figure.savefig(file, metadata={"Software": None})
+    told = dict.fromkeys(str(warning.message) for warning in caught)
+    glyphs = {text: chr(int(found[1])) for text in told if (found := re.match(r"Glyph (\d+) ", text))}
+    lost = "".join(glyphs.values())
+    for note in ([f"shows boxes instead of {lost}, which its font lacks"] if lost else []) + [
+        f"may be cut ({text})" for text in told if text not in glyphs
+    ]:
+        log.warning("note: a figure %s: the tables have all labels", note)
     return file.getvalue()

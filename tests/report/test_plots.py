@@ -9,7 +9,17 @@ from matplotlib.text import Text
 
 from smat_fn.evaluate import Result
 from smat_fn.evaluate.statistics import estimate
-from smat_fn.report.plots import COLOURS, FONT, colours, drawable, main_plot, merger_plot, noise_plot, paired_plot
+from smat_fn.report.plots import (
+    COLOURS,
+    FONT,
+    colours,
+    drawable,
+    legible,
+    main_plot,
+    merger_plot,
+    noise_plot,
+    paired_plot,
+)
 from smat_fn.report.tables import COLUMNS, Cell, MainTable, main_table
 
 
@@ -135,6 +145,42 @@ def test_labels_are_drawn_letter_by_letter(figures):
     main_plot(MainTable("test", {name: {"Expert": Cell({0: 50.0})} for name in names}))
     assert [text.get_text().lstrip("\u200b") for text in figures[0].legends[0].get_texts()] == names
     assert len(set(colours(names).values())) == 4  # FT and ft too
+
+
+def words_inside(figure):
+    """Whether every text of a figure lies inside it, but for numbers: some are of ticks that are not shown."""
+    texts = [text for text in figure.findobj(Text) if any(map(str.isalpha, text.get_text()))]
+    ends = [text.get_window_extent() for text in texts]
+    return all(0 <= end.x0 < end.x1 <= figure.bbox.x1 and 0 <= end.y0 < end.y1 <= figure.bbox.y1 for end in ends)
+
+
+@pytest.mark.parametrize("letters", [4, 31, 55])
+def test_long_labels_are_not_cut(rows, figures, letters):
+    table, labels = main_table(rows), [f"{n} {'a' * (letters - 2)}" for n in range(5)]
+    cells = MainTable("test", dict.fromkeys(labels, table.cells["FT"]))
+    main_plot(cells)
+    merger_plot(cells, COLUMNS[1:])
+    found = estimate([1.0, 1.5])
+    paired_plot({label: {"TA": found} for label in labels})
+    paired_plot({"TA": dict.fromkeys(labels, found)})
+    noise_plot({label: {0.01: Cell({0: 50.0})} for label in labels})
+    assert [words_inside(figure) for figure in figures] == [True] * 5
+    assert [text.get_text() for text in figures[0].legends[0].get_texts()] == labels
+    for figure in figures[2:4]:
+        assert figure.axes[0].bbox.width > 3 * figure.dpi
+
+
+def test_a_label_longer_than_a_line_of_a_legend_has_several():
+    assert legible("a" * 60) == "a" * 60
+    assert legible("ab " * 30) == f"{'ab ' * 20}".strip() + "\n" + ("ab " * 10).strip()
+    assert legible("_" + "a" * 60) == "\u200b_" + "a" * 59 + "\na"
+
+
+def test_letters_that_a_font_lacks_are_named_in_a_note(rows, caplog):
+    main_plot(MainTable("test", {"日本": main_table(rows).cells["FT"]}))
+    assert caplog.messages == [
+        "note: a figure shows boxes instead of 日本, which its font lacks: the tables have all labels"
+    ]
 
 
 def test_muons_methods_have_the_colours_of_their_namesakes(rows):
