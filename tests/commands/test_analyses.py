@@ -247,6 +247,7 @@ def test_every_option_reaches_an_evaluation(monkeypatch):
         },
         outputs: {
             "write_report": lambda out, *args, **more: got.update(out=out), "verdict": lambda table: "none is best",
+            "notes_on": lambda rows, table: [],
         },
     }.items():  # fmt: skip
         for name, stub in stubs.items():

@@ -67,18 +67,9 @@ def main(args: Eval) -> None:
 
     from smat_fn.checkpoint import write_bytes
     from smat_fn.errors import collected, raise_problems
-    from smat_fn.evaluate.scoring import shares_note
     from smat_fn.folders.files import identity
     from smat_fn.report.plots import check_colours, main_plot
-    from smat_fn.report.tables import (
-        main_table,
-        other_table,
-        other_tasks_of,
-        relative_table,
-        seed_notes,
-        show,
-        terminal,
-    )
+    from smat_fn.report.tables import main_table, other_table, other_tasks_of, relative_table, show, terminal
     from smat_fn.scripts.evaluate import evaluation, models, outputs
 
     torch.set_num_threads(args.threads)
@@ -101,8 +92,7 @@ def main(args: Eval) -> None:
         report=outcome.line, base=args.base, other_tasks=args.other_tasks,
     )  # fmt: skip
     table = main_table(rows, split=args.split)
-    shares = shares_note(row.score for row in rows)
-    for note in [*([shares] if shares else []), *seed_notes(table)]:
+    for note in outputs.notes_on(rows, table):
         outcome.line(f"note: {note}")
     show(terminal(table))
     other, relative, problems = None, None, list[str]()

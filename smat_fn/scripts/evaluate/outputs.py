@@ -14,6 +14,7 @@ from ... import checkpoint, machine
 from ...evaluate import Result, write_results
 from ...evaluate.records import ANSWERS, SCORES
 from ...evaluate.results import OTHERS, RUNS, run_of
+from ...evaluate.scoring import shares_note
 from ...evaluate.statistics import differences
 from ...report.tables import JOINT, MainTable, markdown, other_tasks_of, plain, seed_notes, seeds_text
 from .models import manifests_of
@@ -81,6 +82,11 @@ def write_report(
         text += f"\nOther tasks ({', '.join(map(plain, tasks))}), mean over tasks:\n\n{markdown(other)}"
     for name, content in {"table.md": text, "results.json": json.dumps(summary, indent=2) + "\n"}.items():
         checkpoint.write_text(out / name, content)
+
+
+def notes_on(rows: Sequence[Result], table: MainTable) -> list[str]:
+    """Notes on scores that are all tiny, and on means over different seeds."""
+    return [*filter(None, [shares_note(row.score for row in rows)]), *seed_notes(table)]
 
 
 def _means(table: MainTable) -> dict[str, Any]:
