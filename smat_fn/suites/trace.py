@@ -91,7 +91,7 @@ class TraceOptions(SuiteOptions):
     """Tasks (default: those of the folder, for a dataset on the hub the paper's seven of TRACE)."""
     metric: str = "rouge-l"
     """Metric of all tasks but the paper's seven: rouge-l, label, number, exact, f1, contains, likelihood, choice,
-    choice_norm, or module:function. Plain texts are scored by likelihood."""
+    choice_norm, or module:function, the larger the better. Plain texts are scored by likelihood."""
     max_length: int = 512
     """Maximum number of tokens of a training row; longer plain texts are split into such windows, for scores too."""
     truncate: text.Truncate = "right"
@@ -454,11 +454,15 @@ class Trace(BaseSuite):
         except Exception as error:
             told = f"{type(error).__name__}: {error}"
             raise ValueError(f"metric {self._metric_name(task)!r} failed with {told}") from error
+        name = self._metric_name(task)
         try:
-            return float(value)
+            score = float(value)
         except (TypeError, ValueError):
             kind = type(value).__name__
-            raise ValueError(f"metric {self._metric_name(task)!r} returned a {kind}, must return a number") from None
+            raise ValueError(f"metric {name!r} returned a {kind}, must return a number") from None
+        if ":" in name and not 0 <= score <= 100:  # of log probabilities it may be the weights that are wrong
+            raise ValueError(f"metric {name!r} returned {score}, must return 0 to 100, the larger the better")
+        return score
 
     def _generate(self, params: Params, task: str, split: str, size: int) -> Generate:
         """The texts that a metric takes: answers, or what is read of log probabilities."""

@@ -669,7 +669,9 @@ def test_only_the_chosen_tasks_are_read_and_the_recipe_stays(load, tmp_path):
 
 def test_a_metric_of_ones_own_is_named_as_a_function_and_its_scores_are_kept_by_its_source(load, tmp_path, monkeypatch):
     write_rows(tmp_path / "rows", "mine", answers=("A", "B"))
-    (tmp_path / "own_metric.py").write_text("def half(*_):\n    return 50.0\n\ndef rows(*_):\n    return [1.0]\n")
+    (tmp_path / "own_metric.py").write_text(
+        "def half(*_):\n    return 50.0\n\ndef rows(*_):\n    return [1.0]\n\ndef wer(*_):\n    return -3\n"
+    )
     (tmp_path / "other_metric.py").write_text("def half(predictions, references, prompts):\n    return 100 / 2\n")
     monkeypatch.syspath_prepend(tmp_path)
     suite = load(data=str(tmp_path / "rows"), metric="own_metric:half")
@@ -680,6 +682,9 @@ def test_a_metric_of_ones_own_is_named_as_a_function_and_its_scores_are_kept_by_
     rows = load(data=str(tmp_path / "rows"), metric="own_metric:rows")
     with pytest.raises(ValueError, match="metric 'own_metric:rows' returned a list, must return a number"):
         rows.score(rows.base, "mine", "dev")
+    wer = load(data=str(tmp_path / "rows"), metric="own_metric:wer")
+    with pytest.raises(ValueError, match=r"metric 'own_metric:wer' returned -3\.0, must return 0 to 100, the larger"):
+        wer.score(wer.base, "mine", "dev")
     # what the function calls is a part of it
     monkeypatch.delitem(sys.modules, "own_metric")
     (tmp_path / "own_metric.py").write_text((tmp_path / "own_metric.py").read_text() + "\nMORE = 1\n")
