@@ -1,5 +1,6 @@
 """Figures of the analyses, from their results alone, and results as files."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -152,13 +153,12 @@ def _by_block(sizes: Any, angles: Any, signs: Any, rows: Sequence[Row]) -> None:
     for row in rows:
         if row["layer"] != "all":
             runs.setdefault((row["method"], row.get("seed")), []).append(row)
-    palette = colours(method for method, _ in runs)
-    labelled, names = set[str](), _blocks(own["layer"] for run in runs.values() for own in run)
-    for index, ((method, _), own) in enumerate(runs.items()):
+    counts = Counter(method for method, _ in runs)
+    palette, names = colours(counts), _blocks(own["layer"] for run in runs.values() for own in run)
+    for index, ((method, seed), own) in enumerate(runs.items()):
         style: dict[str, Any] = {"color": palette[method], "marker": MARKERS[index % len(MARKERS)], "markersize": 5}
         style |= {"markeredgecolor": "black", "markeredgewidth": 0.5}
-        style |= {"label": "" if method in labelled else legible(method)}
-        labelled.add(method)
+        style |= {"label": legible(f"{method}, seed {seed}" if counts[method] > 1 else method)}
         places = [names[row["layer"]] for row in own]
         sizes.plot(places, [mean_rms(row) or np.nan for row in own], **style)
         for axes, field in ((angles, "cosine"), (signs, "agreement")):
@@ -182,7 +182,7 @@ def _by_block(sizes: Any, angles: Any, signs: Any, rows: Sequence[Row]) -> None:
         axes.set_xticks([names[name] for name in shown], ticks, **turned)
         axes.set_xlabel("block")
         tidy(axes, "y")
-    if len(labelled) > 1:
+    if len(runs) > 1:
         sizes.legend(frameon=False)
 
 

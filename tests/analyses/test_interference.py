@@ -104,6 +104,11 @@ def test_table_and_figures_hold_every_block(monkeypatch):
     assert [line[0] for line in summary(result(rows, again)).lines[::3]] == ["FT, seed 1", "FT, seed 2"]
     assert [text.get_text() for text in drawn[0].axes[0].get_legend().get_texts()] == ["FT", "SMAT"]
     assert drawn[0].axes[1].get_lines()[0].get_xdata().tolist() == [-1, 0]
+    draw(result(rows, again, other))
+    legend = drawn.pop().axes[0].get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == ["FT, seed 1", "FT, seed 2", "SMAT"]
+    draw(result(rows, again))
+    assert len(drawn.pop().axes[0].get_legend().get_texts()) == 2
     merge_picture(rows, {"ta": {0.1: 50.0, 0.2: 60.0}, "ties": {0.1: 40.0}})
     *_, scores = drawn[1].axes
     assert [line.get_xydata().tolist() for line in scores.get_lines()[:2]] == [[[0.1, 50], [0.2, 60]], [[0.2, 60]]]
