@@ -171,7 +171,7 @@ def paired_plot(differences: Mapping[str, Mapping[str, Estimate]]) -> bytes:
         places += [top + 1 + i for i in range(len(block))]
         top += len(block) + 1.4
     names = max(1.2 * width_of(blocks), width_of(name for name, _ in lines))  # those of blocks are bold
-    figure, axes = new_figure(max(6.4, 3.8 + names), 0.8 + 0.25 * top)
+    figure, axes = new_figure(max(6.4, 3.6 + names), 0.8 + 0.25 * top)
     axes.axvline(0, color="0.35", linewidth=1)
     for (_, got), y in zip(lines, places, strict=True):
         colour = "#0072B2" if got.settled else "0.45"

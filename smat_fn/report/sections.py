@@ -144,7 +144,9 @@ def main_results(found: Found, title: str, *, muon: bool) -> Section | None:
         "Expert - Avg, what merging costs. Mean ± standard deviation over seeds; the best of each column in bold, "
         "whatever its interval."
     )
-    return Section(title, text, Table(head, rows, records), main_plot(table, title=title) if drawable(table) else None)
+    drawn = main_plot(table, title=title) if drawable(table) else None
+    text += "" if drawn or not table.scored else " There are more labels than colours, so there is no figure."
+    return Section(title, text, Table(head, rows, records), drawn)
 
 
 def paired_differences(found: Found) -> Section | None:
@@ -312,11 +314,13 @@ def mergers(found: Found, facts: Mapping[str, Any]) -> Section | None:
     """Every merger with every way to train, where there are more mergers than the paper's."""
     from .plots import merger_plot
 
-    table = found.part([label for label in found.table.cells if found.kind(label) != "noise"])
+    besides = {"Expert", "Avg", JOINT}
+    labels = [x for x, line in found.table.cells.items() if found.kind(x) != "noise" and line.keys() - besides]
+    table = found.part(labels)
     if not table.scored.intersection(MORE):
         return None
-    names = [column for column in table.columns if column not in ("Expert", "Avg", JOINT) and column in table.scored]
-    pairs = [(label, other) for label in table.cells if (other := found.compared_with(label))]
+    names = [column for column in table.columns if column not in besides and column in table.scored]
+    pairs = [(label, other) for label in table.cells if (other := found.compared_with(label)) in table.cells]
     rows: list[list[object]] = []
     records: list[dict[str, object]] = []
     for name in names:

@@ -22,7 +22,7 @@ JOINT = checkpoint.JOINT.upper()  # column of the multi-task model
 # two merge while they look at rows, and have no options class
 MORE = (*(config.name.upper() for config in MORE_MERGERS), "REG_MEAN_PLUS", "ADAMERGING")
 # an underscore inside a word is a letter, a bracket one where no link follows
-MARKUP = re.compile(r"[\\`*<]|(?<![^\W_])_|_(?![^\W_])|\[(?=[^\]]*\]\()")
+MARKUP = re.compile(r"[\\`*<~]|&(?=#?\w+;)|(?<![^\W_])_|_(?![^\W_])|\[(?=[^\]]*\]\()")
 
 
 class Cell(NamedTuple):

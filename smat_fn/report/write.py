@@ -11,6 +11,7 @@ from ..evaluate.results import Result, Run
 from . import details, sections
 from .found import Found, find
 from .section import Section, Table, markdown, words
+from .tables import plain
 
 HEAD = '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
 STYLE = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
@@ -100,7 +101,7 @@ def write_report(out: str | Path, title: str, sections: Iterable[Section]) -> Pa
     for name, png in images.items():
         write_bytes(folder / name, png)
     write_text(folder / "report.html", html_page)
-    write_text(folder / "report.md", f"# {title}\n\n{text}")
+    write_text(folder / "report.md", f"# {plain(title)}\n\n{text}")
     for name in outdated:
         (folder / name).unlink(missing_ok=True)
     return folder / "report.html"

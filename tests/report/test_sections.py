@@ -44,6 +44,13 @@ def test_the_main_table_has_changes_times_and_memory(make, sections):
     assert list(found) == [*ORDER[:5], "Training cost", *ORDER[5:], "Scores"]
 
 
+def test_more_labels_than_colours_have_no_figure_and_a_sentence_says_so(make, sections):
+    few, many = (sections(*(make(f"label {n}", [50.0]) for n in range(count)))["Main results"] for count in (5, 6))
+    assert (few.png, many.png) == (b"main_plot", None)
+    assert "no figure" not in few.text
+    assert many.text.endswith(" There are more labels than colours, so there is no figure.")
+
+
 def test_a_row_of_a_whole_set_has_the_steps_of_all_its_experts(make, sections):
     rows, runs = make("FT", [50.0, 51.0], seconds=15.0)
     sets = [replace(run, model="experts", seconds=30.0) for run in runs if run.model == "expert:a"]
@@ -148,6 +155,8 @@ def test_more_mergers_than_the_papers_have_a_table_with_every_way_to_train(make,
     assert (record["n"], record["reference"], record["difference"], record["low"]) == (2, "FT", 0.0, 0.0)
     assert "chosen on dev for SMAT" in section.text
     assert "not recorded" in sections(*studies)["Trainers and mergers"].text
+    base = [Result("BASE", f"expert:{task}", task, "test", 40.0, seed) for task in "ab" for seed in range(3)]
+    assert sections(*studies, (base, []), facts={"chosen": {"SMAT": {}}})["Trainers and mergers"] == section
     # the main table stays the paper's
     assert "ISO_C" not in found["Main results"].table.columns
 

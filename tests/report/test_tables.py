@@ -4,6 +4,7 @@ import io
 from dataclasses import replace
 
 import pytest
+from markdown_it import MarkdownIt
 
 from smat_fn.config import MORE_MERGERS
 from smat_fn.evaluate import Result
@@ -14,6 +15,7 @@ from smat_fn.report.tables import (
     marked,
     other_table,
     other_tasks_of,
+    plain,
     relative_table,
     rich_table,
     seed_notes,
@@ -185,6 +187,13 @@ def test_names_are_shown_as_they_are(rows):
     console.print(terminal(table))
     assert all(name in console.file.getvalue() for name in names.values())
     assert markdown(table).splitlines()[3].startswith("| S\\|T [/x] | ")
+
+
+@pytest.mark.parametrize("name", ["a&amp;b", "&#35; x", "AT&T", "a~~b~~", "~", "x_y *z* `q` <i>"])
+def test_a_name_in_markdown_is_read_letter_by_letter(name):
+    (block,) = MarkdownIt("commonmark").enable("strikethrough").parse(plain(name))[1:2]
+    assert "".join(child.content for child in block.children) == name
+    assert {child.type for child in block.children} <= {"text", "text_special"}
 
 
 def test_a_wide_table_is_printed_whole(rows, capsys):
