@@ -34,7 +34,8 @@ def starting(script: str, words: Sequence[str]) -> None:
     if os.environ.get("RANK", "0") != "0" or "--quiet" in words:
         return
     first = words[0] if words else "-"
-    command = script if first.startswith("-") or os.path.exists(first) else f"{script} {first}"  # not a folder
+    folder = first.startswith("-") or "=" in first or os.path.exists(first)  # or TASK=FOLDER, or options
+    command = script if folder else f"{script} {first}"
     say(f"{command}: loading libraries")
 
 

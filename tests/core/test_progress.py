@@ -73,6 +73,8 @@ def test_a_script_says_what_it_starts_before_it_imports_torch(capsys, monkeypatc
     assert capsys.readouterr().err == "train.py smat: loading libraries\n"  # by the first process alone, help or not
     progress.starting("eval.py", [str(ROOT), "--out", "a"])
     assert capsys.readouterr().err == "eval.py: loading libraries\n", "a folder is not a command"
+    progress.starting("eval.py", ["task=folder"])
+    assert capsys.readouterr().err == "eval.py: loading libraries\n", "a named folder is not a command"
     for script in ("train.py", "merge.py", "eval.py"):  # nothing but the line comes before
         first = (ROOT / script).read_text(encoding="utf-8").split('"""', 2)[2].split("starting(")[0]
         assert "torch" not in first

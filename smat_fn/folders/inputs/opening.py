@@ -31,13 +31,19 @@ RESERVED = "base", "union"  # what options of an output's files may name, beside
 
 
 def read_inputs(
-    base: Path, experts: Mapping[str, Path], notes: list[str], *, stand_ins: dict[str, list[str]] | None = None
+    base: Path,
+    experts: Mapping[str, Path],
+    notes: list[str],
+    *,
+    stand_ins: dict[str, list[str]] | None = None,
+    so: str = "",
 ) -> tuple[Leaves, dict[str, Leaves]]:
     """`open_inputs`, checked against each other, as leaves: mapped, or in memory where they are formed.
 
     Appends to ``notes`` which experts have other configurations and tokenizers than base: they run by base's.
 
-    Args: stand_ins: heads of experts may differ from base's, and are left out; takes base's leaves in their place.
+    Args: stand_ins: heads of experts may differ from base's, and are left out; takes base's leaves in their place; so:
+        as in `tokenizer_notes`.
     Raises: ValueError that lists all problems.
     """
     problems, heads = list[str](), None if stand_ins is None else dict[str, dict[str, Tensor]]()
@@ -47,8 +53,8 @@ def read_inputs(
     roots = {f"expert {name!r}": folder.root for name, folder in found.items() if folder.root != start.root}
     wrong, unlike = differences(start.root, roots, chosen=False, template=True, options=False)
     errors.raise_problems(wrong)
-    notes += [*tokenizer_notes(start.root, roots), *unlike, *unread_notes({"base": start.root, **roots})]
-    notes += strangers(start, found)
+    notes += [*tokenizer_notes(start.root, roots, so=so), *unlike]
+    notes += [*unread_notes({"base": start.root, **roots}), *strangers(start, found)]
     notes += [folder.note for folder in (start, *found.values()) if folder.note]
     notes += left_out(heads or {})
     modules = tuple(filter(None, start.outputs))  # those of sentence-transformers are no part of the model

@@ -88,8 +88,7 @@ def lacking_experts(paths: Sequence[Path]) -> list[str]:
         begun = {*checkpoint.logs_below(path)}
         runs = {path, *(expert.parent for expert in begun)}
         begun |= {run / mark.name[1:].removesuffix(MOVING) for run in runs for mark in run.glob(f".*{MOVING}")}
-        empty = {place for run in runs for place in run.iterdir() if place.is_dir() and not any(place.iterdir())}
-        lacking = {place for place in begun | empty if not manifest_of(place) and not place.name.startswith(".")}
+        lacking = {place for place in begun if not manifest_of(place) and not place.name.startswith(".")}
         notes += [f"{place} holds no finished expert: it is not scored" for place in sorted(lacking)]
     return list(dict.fromkeys(notes))
 

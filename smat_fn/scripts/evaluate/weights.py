@@ -68,7 +68,8 @@ def _foreign_leaves(folder: Path, task: str, suite: Suite, report: Callable[[str
         raise ValueError(f"{folder} cannot be read as an expert of suite {suite.name!r}, which has no model's folder")
     notes = list[str]()
     stand_ins: dict[str, list[str]] | None = {} if getattr(suite, "OWN_HEADS", False) else None
-    start, found = read_inputs(Path(suite.recipe["model"]), {task: folder}, notes, stand_ins=stand_ins)
+    so = "it is scored with base's tokenizer"
+    start, found = read_inputs(Path(suite.recipe["model"]), {task: folder}, notes, stand_ins=stand_ins, so=so)
     part = None if start.keys() == suite.base.keys() else suite_part(suite, start)
     errors.raise_problems(lacking_problems(str(folder), (stand_ins or {}).get(task, ()), suite, part))
     leaves = _of_suite(folder, found[task], suite, start)

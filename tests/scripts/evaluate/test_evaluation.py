@@ -147,9 +147,8 @@ def test_tasks_without_an_expert_are_named(runs, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(runs["ft"], run)
     shutil.rmtree(run / "mirror")  # its log stays
-    (run / "extra").mkdir()
-    (run / ".extra").mkdir()
-    lacking = [f"{run / name} holds no finished expert: it is not scored" for name in ("extra", "mirror")]
+    (run / "merged").mkdir()  # whose models were deleted
+    lacking = [f"{run / 'mirror'} holds no finished expert: it is not scored"]
     assert models.lacking_experts([run, run / "rot90"]) == lacking
     assert models.lacking_experts([tmp_path, Path("task=folder")]) == lacking
     assert models.lacking_experts([runs["ft"]]) == []
@@ -393,7 +392,11 @@ def test_of_an_expert_of_another_tool_a_suite_takes_its_own_part(tmp_path):
     suite = SimpleNamespace(
         name="own", recipe={"model": str(tmp_path / "base")}, base={"w": base["vision_model.w"]}, reads=None
     )
-    found = weights._foreign_leaves(tmp_path / "tower", "a", suite, print)
+    for name, tokens in (("base", {"a": 0}), ("tower", {"a": 0, "b": 1})):
+        (tmp_path / name / "vocab.json").write_text(json.dumps(tokens))
+    notes = list[str]()
+    found = weights._foreign_leaves(tmp_path / "tower", "a", suite, notes.append)
+    assert [note.partition(": ")[2].partition(": ")[2] for note in notes] == ["it is scored with base's tokenizer"]
     assert {name: leaf.tolist() for name, leaf in found.items()} == {"w": torch.ones(2, 3).tolist()}
     with pytest.raises(ValueError, match=r"whole differs from its base in 'text_model.w', which suite 'own' takes"):
         weights._foreign_leaves(tmp_path / "whole", "a", suite, print)
