@@ -17,7 +17,7 @@ from ...suites import Suite, load_suite
 from ...suites.trace_rows import given_metric
 from ..manifests import AGAIN, incomplete, manifest_of, with_tasks_of
 from ..merge.experts.given import named
-from ..merge.experts.suite import made_problems
+from ..merge.experts.suite import head_problems, made_problems
 from ..merge.experts.whole_models import own_dtype, whole_base
 from ..run_folder import unreplaced
 
@@ -146,6 +146,9 @@ def suited(
                 f"{folder} names no suite to be scored on: pass --preset lm (language models), text (text encoders) or "
                 "images, with --model BASE --data DATA"
             )
+            continue
+        if wrong := head_problems(str(folder), manifest.get("suite") or {}, options):
+            problems += wrong
             continue
         suite, base = _loaded(recipe, named_by.values(), {**options, "needed": needed}, loaded)
         models.append(Model(folder, manifest, suite, base))

@@ -24,6 +24,7 @@ from smat_fn.scripts.evaluate.evaluation import evaluate
 from smat_fn.scripts.evaluate.models import find_checkpoints
 from smat_fn.scripts.evaluate.outputs import verdict, write_report
 from smat_fn.scripts.merge.experts import suite as merge_suite
+from smat_fn.scripts.merge.experts.inputs import load_inputs
 from smat_fn.scripts.merge.in_memory import Request, merge_run
 from smat_fn.scripts.run_folder import find_inputs
 from smat_fn.suites import load_suite
@@ -120,7 +121,11 @@ def test_runs_of_one_training_seed_and_two_suite_seeds_are_not_compared(runs, su
             evaluate([one, two])
     with pytest.raises(ValueError, match=r"smat and .*ft are both of seed 21 but differ in suite seed: compare runs"):
         load_runs([tmp_path / "ft", tmp_path / "smat"])
-    assert len(evaluate([one, two], options={"seed": 21})) == 2
+    with pytest.raises(ValueError, match=rf"^--suite-options seed 21: {two} was trained with 3, by which its base or"):
+        evaluate([one, two], options={"seed": 21})
+    with pytest.raises(ValueError, match="--suite-options seed 3: expert 'mirror' was trained with 21, by which"):
+        merge_suite.scoring_suite(load_inputs(tmp_path / "ft" / "base", [one]), {"seed": 3}, {})
+    assert len(evaluate([one], options={"seed": 21})) == 1
     # suites may differ from one training seed to another
     assert len(evaluate([one, copied(one, tmp_path / "22", seed=22, **other)])) == 2
 

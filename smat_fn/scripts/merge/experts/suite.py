@@ -95,6 +95,7 @@ def made_problems(suite: Suite, experts: Sequence[str], split: str) -> list[str]
     ]
 
 
+_OF_HEADS = "seed", "per_class", "head_c"  # options of a suite that its base or its frozen heads depend on
 _OF_ROWS = "model", "data", "columns", "chat", "rows"  # options of a suite that its training rows depend on
 
 
@@ -138,6 +139,16 @@ OF_OTHERS = (  # a suite, for commands without --preset
 )
 
 
+def head_problems(label: str, recipe: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
+    """Errors for options under which an expert would be scored with other heads than it was trained with."""
+    return [
+        f"--suite-options {name} {options[name]}: {label} was trained with {recipe[name]}, by which its base or head "
+        "was made: leave this option out"
+        for name in _OF_HEADS
+        if name in options and name in recipe and options[name] != recipe[name]
+    ]
+
+
 def _suite_problems(
     recipes: Mapping[str, Mapping[str, Any] | None],
     first: Mapping[str, Any] | None,
@@ -153,6 +164,7 @@ def _suite_problems(
         for task, r in recipes.items()
         if r and first and (differ := unlike({**first, **options}, {**r, **options}, task))
     ]
+    problems += [text for task, r in recipes.items() if r for text in head_problems(f"expert {task!r}", r, options)]
     if first is None and not recipes:
         own = "--preset lm, text or images with --data DATA, and name each expert after its task, TASK=FOLDER"
         problems.append(f"no expert names a suite: pass {own if preset else OF_OTHERS}")
