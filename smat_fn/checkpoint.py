@@ -252,16 +252,16 @@ def files_below(folder: Path, pattern: str) -> list[Path]:
 
     Hidden folders below it are left out: what is written there has not ended (`atomic_folder`), or is of other tools.
 
-    Raises: OSError for a folder that this user may not read; `Path.rglob` would skip it.
+    Raises: OSError for a folder that this user may not read, unless a link leads there; `Path.rglob` would skip it.
     """
 
     def failed(error: OSError) -> None:
-        if not isinstance(error, (FileNotFoundError, NotADirectoryError)):  # removed meanwhile
+        if not linked and not isinstance(error, (FileNotFoundError, NotADirectoryError)):  # removed meanwhile
             raise error
 
     found: list[Path] = []
     seen = {*map(str, Path(os.path.realpath(folder)).parents)}  # a link may lead above the folder
-    links = [str(folder)]  # after the folders that are there themselves, whose names are kept
+    links, linked = [str(folder)], False  # after the folders that are there themselves, whose names are kept
     while links:
         for place, folders, names in os.walk(links.pop(0), onerror=failed):
             if (real := os.path.realpath(place)) in seen:
@@ -271,6 +271,7 @@ def files_below(folder: Path, pattern: str) -> list[Path]:
             folders[:] = [name for name in folders if not name.startswith(".") and name != "lost+found"]
             links += sorted(path for name in folders if os.path.islink(path := os.path.join(place, name)))
             found += [file for name in fnmatch.filter(names, pattern) if (file := Path(place, name)).is_file()]
+        linked = True
     return sorted(found)
 
 

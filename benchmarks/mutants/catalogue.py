@@ -1055,7 +1055,9 @@ MUTANTS = [
     *_of("scripts/analyse/scores.py", ("preset=options.preset", "preset=None")),
     *_of("scripts/analyse/weights.py", ("sigma if sigma is not None else own or suggested", "own or suggested")),
     # training runs, and the data and folders beside them
-    *_of("scripts/train/logs.py", ('max(self.largest_norm, self._last["grad_norm"])', 'self._last["grad_norm"]')),
+    *_of(
+        "scripts/train/logs.py", ('max(self.largest_norm or 0.0, self._last["grad_norm"])', 'self._last["grad_norm"]')
+    ),
     *_of(
         "scripts/train/noise_level.py",
         ('chosen.append((first["seed"] != run.seed, ', "chosen.append((False, "),

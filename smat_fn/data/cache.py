@@ -50,7 +50,7 @@ def cached(name: str, config: Mapping[str, Any], build: Callable[[], dict[str, T
             return _read(path, text)
     except Exception as error:  # a broken file can fail in many ways, none of them fatal
         log.warning("cache file %s is not usable (%s): building it again", path, error)
-    tensors = build()
+    tensors = {name: tensor.contiguous() for name, tensor in build().items()}  # as they are read: strides decide bits
     try:
         _write(path, text, tensors)
     except (OSError, SafetensorError) as error:
@@ -76,7 +76,7 @@ def _write(path: Path, config: str, tensors: Mapping[str, Tensor]) -> None:
     facts = {"config": config, "fingerprint": fingerprint(tensors), "order": json.dumps(list(tensors))}
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")  # several machines may share the folder
     try:
-        save_shared({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, facts)
+        save_shared(tensors, temporary, facts)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -19,6 +19,7 @@ from .step import Gradient
 
 __all__ = ["Info", "State", "Talos", "build"]
 
+CALIBRATION = 20  # steps
 SHRUNK = 0.1  # what the weights that are frozen already are multiplied by while the others are measured
 Counts = dict[int, int]  # steps done at the end of a round -> coordinates that are left
 
@@ -50,7 +51,7 @@ def build(
     max_grad_norm: float | None = None,
     sparsity: float = 0.9,
     rounds: int = 4,
-    calibration: int = 20,
+    calibration: int = CALIBRATION,
     engine: Engine = "autograd",
     donate: bool = False,
 ) -> Method:
@@ -179,3 +180,8 @@ class Talos:
     """Rounds in which they are found."""
     calibration: int | None = None
     """Steps at the start that find them, in which no parameter moves."""
+
+    @property
+    def held(self) -> int:
+        """The first steps, in which params stay where they are."""
+        return 0 if self.sparsity == 0 else CALIBRATION if self.calibration is None else self.calibration

@@ -4,13 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from importlib import import_module
 from inspect import Parameter, signature
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import raise_problems
 from ..types import Params
-from .parts.coefs import Rules, apply_rules
+from .parts.coefs import Rules, apply_rules, matches
 from .parts.inputs import Experts, Leaves
 from .parts.merger import Merger
 from .parts.vectors import applied
@@ -132,8 +133,18 @@ def _check_options(config: Merger) -> None:
     )
 
 
+def _at_w(value: Any, by_leaf: bool = False) -> Any:
+    """An option for a leaf "w", which rules by leaf need not name. Args: by_leaf: the value may be such rules."""
+    if isinstance(value, Mapping) and by_leaf:
+        return value if not value or matches("w", value) else list(value.values())[-1]
+    if isinstance(value, Mapping):
+        return {name: _at_w(own, True) for name, own in value.items()}
+    return type(value)(_at_w(own, True) for own in value) if type(value) in (list, tuple) else value
+
+
 def check_options(config: Merger, names: Sequence[str], *, key: Tensor, coef: float | None) -> None:
     """Merge a single coordinate, which costs nothing. Raises: ValueError as the merger does for its options."""
     one, experts = {"w": torch.zeros(1)}, {name: {"w": torch.zeros(1)} for name in names}
+    at_w = {f.name: _at_w(getattr(config, f.name), f.name in config.by_leaf) for f in fields(config)}
     statistics = dict.fromkeys(names, {} if config.statistics() == "gram" else {"w": torch.ones(1)})
-    merge_by(config, one, experts, key=key, coef=coef, statistics=statistics)
+    merge_by(replace(config, **at_w), one, experts, key=key, coef=coef, statistics=statistics)

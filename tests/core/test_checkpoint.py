@@ -370,6 +370,9 @@ def test_a_folder_that_cannot_be_read_is_an_error_and_one_that_is_gone_is_not(tm
     monkeypatch.setattr(os, "scandir", denied)
     with pytest.raises(PermissionError, match="closed"):
         checkpoint.files_below(tmp_path, "*.json")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "data").symlink_to(tmp_path / "closed")
+    assert checkpoint.files_below(tmp_path / "runs", "*.json") == []  # where a link leads is not searched
     error = FileNotFoundError(2, "No such file")
     assert checkpoint.files_below(tmp_path, "*.json") == []
 

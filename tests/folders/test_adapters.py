@@ -468,8 +468,10 @@ def test_a_trainers_files_beside_an_adapter_are_passed_over_and_a_head_is_noted(
         (folder / name).touch()
     assert plan(TA, start, {"x": folder}, tmp_path / "out").notes == ()
     (folder / "value_head.safetensors").touch()
-    told = "expert 'x' holds a head beside the adapter, which is left out (value_head.safetensors)"
-    assert plan(TA, start, {"x": folder}, tmp_path / "out").notes == (told,)
+    told = "expert 'x' holds a head beside the adapter, which is left out (value_head.safetensors{})"
+    assert plan(TA, start, {"x": folder}, tmp_path / "out").notes == (told.format(""),)
+    torch.save({"v_head.summary.weight": torch.ones(1, 6)}, folder / "pytorch_model.bin")  # of TRL's PPO
+    assert plan(TA, start, {"x": folder}, tmp_path / "out").notes == (told.format(", pytorch_model.bin"),)
 
 
 def test_all_problems_of_an_adapter_are_listed(base, adapter, folders, tmp_path):

@@ -389,3 +389,11 @@ def test_a_change_that_is_lost_in_rounding_is_a_note(folders, tmp_path):
         report = merge_folders(TaskArithmetic(coef=1.0), *paths, tmp_path / out_dtype, out_dtype=out_dtype)
         assert report.rounding_ratio == ratio
         assert [text.startswith(note) for text in report.notes] == [True] * ratio
+
+
+def test_rules_by_leaf_need_not_end_with_all(family, folders, tmp_path):
+    base, experts = family(torch.float32, count=1)
+    paths = folders.save_family(tmp_path, base, experts)
+    config = NearSwap(t={"row": 0.02, "[!r]*": 0.01, "r[!o]*": 0.03})
+    merge_folders(config, *paths, tmp_path / "out")
+    folders.assert_same_bits(folders.load(tmp_path / "out"), folders.in_memory(config, base, experts))

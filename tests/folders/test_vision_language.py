@@ -92,6 +92,16 @@ def test_a_recipe_of_mergekit_merges_into_a_model_too(models, folders, tmp_path)
     folders.assert_same_bits(weights(tmp_path / "again" / "ta"), weights(tmp_path / "wanted"))
     with pytest.raises(ValueError, match="into requires whole models with one number each"):
         merged("no", **{"lambda": [{"filter": "mlp", "value": 0.1}, {"value": 0.2}]})
+    for method, own in {
+        "nearswap": {"models": [{"model": str(models["vlm"])}], "parameters": {"t": [0.1, 0.2]}},
+        "multislerp": {"parameters": {"weight": [0.1, 0.2]}},
+        "linear": {"parameters": {"weight": [0.1, 0.2]}},
+    }.items():
+        entries = [{"model": str(models[name])} for name in ("a", "vlm")]
+        found = {"merge_method": method, "base_model": str(models["text"]), "models": entries, **own}
+        (tmp_path / "recipe.yml").write_text(yaml.safe_dump(found))
+        with pytest.raises(ValueError, match="into requires whole models with one number each"):
+            commands.from_recipe(FromRecipe(tmp_path / "recipe.yml", tmp_path / "no", into="vlm"))
     with pytest.raises(ValueError, match=r"base is a tower .* of expert 'vlm'"):
         merged("no", into=None)
     assert not (tmp_path / "no").exists()

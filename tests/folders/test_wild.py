@@ -154,6 +154,10 @@ def test_heads_that_only_some_have_are_explained(folders, tmp_path):
         assert f"expert {name!r} lacks lm_head: it has base's" in report.notes
         expected = folders.in_memory(TA, own, {name: tied | {HEAD: own[HEAD]}})
         folders.assert_same_bits(folders.load(tmp_path / f"{name}-out"), expected)
+    copy = folders.save(tmp_path / "copy", tie(model(2)))  # with an expert whose configuration says nothing, as GPT-2's
+    merge_folders(TA, copy, {"tied": paths["tied"]}, tmp_path / "copy-out", partial=True)
+    expected = folders.in_memory(TA, tie(model(2)), {"tied": tie(tied)})
+    folders.assert_same_bits(folders.load(tmp_path / "copy-out"), expected)
     (paths["tied"] / "config.json").write_text('{"tie_word_embeddings": true}')
     for partial in False, True:
         with pytest.raises(
@@ -394,6 +398,14 @@ def test_a_training_script_may_keep_its_arguments_beside_the_state_dict(folders,
         with pytest.raises(ValueError, match=words) as caught:
             plan(TA, base, {name: tmp_path / f"{name}.pt"}, tmp_path / "no")
         assert "\x1b" not in str(caught.value)
+
+
+def test_statistics_beside_a_model_are_not_a_second_one(folders, tmp_path):
+    base = folders.save(tmp_path / "base", model(0))
+    others = {"fisher": model(2), "grads": model(3), "norm": {next(iter(model(0))): torch.ones(1)}}
+    torch.save({"state_dict": model(1), **others}, tmp_path / "x.pt")
+    merge_folders(TA, base, {"x": tmp_path / "x.pt"}, tmp_path / "out")
+    folders.assert_same_bits(folders.load(tmp_path / "out"), folders.in_memory(TA, model(0), {"x": model(1)}))
 
 
 @pytest.mark.parametrize(

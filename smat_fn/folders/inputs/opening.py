@@ -25,7 +25,7 @@ from .stacks import adapted_by, layer_of, stack_parts, stacked
 from .stored import Read
 from .towers import fitted, prefix_of
 from .vision_language import inside
-from .vocabulary import HEAD, fit_rows, one_head, tokenizer_notes
+from .vocabulary import HEAD, fit_rows, is_copy, one_head, tokenizer_notes
 
 RESERVED = "base", "union"  # what options of an output's files may name, beside experts
 
@@ -287,7 +287,8 @@ def placed(base: Folder, part: Folder) -> Folder:
     own = {f"{prefix}{name}": name for name in part.leaves}
     leaves = {path: part.leaves[own[path]] if path in own else leaf for path, leaf in view.leaves.items()}
     reads = {path: part.reads[own[path]] if path in own else view.reads[path] for path in leaves}
-    tied = HEAD not in own and config_of(part.root).get("tie_word_embeddings") is True
+    says = config_of(part.root).get("tie_word_embeddings")  # GPT-2's configuration does not
+    tied = HEAD not in own and HEAD in view.leaves and (says is True or (says is None and is_copy(view)))
     lacking = [
         path
         for path, leaf in view.leaves.items()

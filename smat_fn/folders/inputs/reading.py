@@ -27,8 +27,8 @@ PICKLES = ".bin", ".pt", ".pth", ".ckpt", ".tar"  # of torch.save; timm writes .
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"  # what is read without safetensors
 TASKS = "tasks.json"  # of models of several tasks: see `several`
 OF_TRAINERS = (  # beside weights
-    *("training_args.bin", "optimizer*", "scheduler*", "scaler.pt", "sampler*", "dl_state_dict*", "rng_state*"),
-    *("recipe_state.pt", "custom_checkpoint_*"),
+    *("training_args.bin", "optim*", "scheduler*", "lr_scheduler*", "*scaler.pt", "sampler*", "dl_state_dict*"),
+    *("rng_state*", "recipe_state.pt", "custom_checkpoint_*", "zero_pp_rank_*"),
 )
 _SHARDED = {  # what writes whole weights from such parts
     "model_world_size_*_rank_*": OF_VERL,

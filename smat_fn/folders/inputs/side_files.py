@@ -40,7 +40,8 @@ OTHERS = PROCESSOR, PIPELINE, MODULES, ROUTER, "*sentence*.json", *_OWN_FOLDERS,
 COPIED = "spk_dict.pt", "colbert_linear.pt", "sparse_linear.pt", "adapter.*.safetensors", "adapter.*.bin"
 _PASSED = (  # files of weights that need no note beside those that are read, since the output loses nothing with them
     *("model[.-]*", "pytorch_model*", "diffusion_pytorch_model*", "adapter_model.*"),  # read, or the same once more
-    *("consolidated*", "openvino_*", "open_clip_*", "ggml*", "lit_model.pth", "adapter_[0-9]*.pt"),  # of other programs
+    *("consolidated*", "openvino_*", "open_clip_*", "ggml*", "lit_model.pth"),  # of other programs
+    *("adapter_[0-9]*.pt", "[0-9]*_adapters.safetensors"),  # of steps before the last one
     *(*OF_TRAINERS, "*_state.*", "*_model_states.pt", "*_world_size_*"),
     *(*STATISTICS.values(), "smat_*", "*.resume.safetensors"),  # of train.py and the Trainer with SMAT
 )

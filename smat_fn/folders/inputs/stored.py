@@ -41,6 +41,7 @@ _DISTRIBUTED = "torch.distributed."  # where DTensor is
 _PART = f"a part of a model that FSDP has sharded: write whole weights from all parts first (verl's by {OF_VERL})"
 _POINTER = b"version https://git-lfs."
 _MODEL = re.compile(r"(model|module|net|network|state_dict|params)(_.+)?|.+_state_dict|ema")  # keys of training scripts
+_AVERAGE = re.compile(r"ema|swa|average")
 
 Read: TypeAlias = Callable[[int, int], Tensor]  # flat coordinates [start, stop) of a leaf
 
@@ -107,7 +108,9 @@ def _inner(found: object) -> dict[str, dict[str, Tensor]]:
         return {}
     every = {key: own for key, own in found.items() if _named(own) and own}
     models = {key: own for key, own in every.items() if _MODEL.fullmatch(str(key))}
-    # a student beside its ema: of as many tensors, or of the same names
+    if not all(_AVERAGE.search(str(key)) for key in models):
+        return models
+    # an average alone does not say that it is the model: of as many tensors, or of the same names, is a student
     twins = {
         key: own
         for key, own in every.items()

@@ -40,7 +40,7 @@ def one_head(base: Folder, experts: Folders) -> tuple[Folder, Folders, list[str]
     if not holders:
         return base, experts, []
     says_tied = config_of(base.root).get("tie_word_embeddings") is True
-    if HEAD in base.leaves and says_tied and _is_copy(base) and all(map(_is_copy, holders)):
+    if HEAD in base.leaves and says_tied and is_copy(base) and all(map(is_copy, holders)):
         return base.without(HEAD), {name: folder.without(HEAD) for name, folder in experts.items()}, []
     if HEAD in base.leaves and says_tied:  # a head that is written must not be tied again by who loads it
         base = base._replace(config={**base.config, "tie_word_embeddings": False})
@@ -55,13 +55,13 @@ def one_head(base: Folder, experts: Folders) -> tuple[Folder, Folders, list[str]
             continue  # another kind of head, such as a score: it is not tied, and the leaves are compared
         if HEAD in folder.leaves:
             fitted[name] = folder.without(HEAD)
-            if not _is_copy(folder):
+            if not is_copy(folder):
                 problems.append(
                     f"{folder.label} has a head of its own (parameter {HEAD!r}), base ties its head to its embeddings: "
                     "give base a head too (tie_word_embeddings false, saved again), or train the expert with a tied "
                     "head"
                 )
-        elif embeddings is not None and _is_copy(base):
+        elif embeddings is not None and is_copy(base):
             fitted[name] = folder.with_leaf(HEAD, folder.leaves[embeddings], folder.reads[embeddings])
         else:
             tied = config_of(folder.root).get("tie_word_embeddings") is True
@@ -155,7 +155,7 @@ def _embeddings(folder: Folder) -> str | None:
     return names[0] if len(names) == 1 else None
 
 
-def _is_copy(folder: Folder) -> bool:
+def is_copy(folder: Folder) -> bool:
     """Is the head, where it is stored, a copy of the embeddings? Reads both."""
     return HEAD not in folder.leaves or tied_to(folder) is not None
 

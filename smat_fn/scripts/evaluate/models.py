@@ -78,7 +78,11 @@ def find_checkpoints(paths: Sequence[Path]) -> list[Path]:
             problems.append(f"{path} {lack}: {way}")
         found.update(dict.fromkeys(folders))
     errors.raise_problems(problems)
-    return list(found)
+    first: dict[str, Path] = {}  # a link in one of the folders may lead to another one
+    for path in sorted(found, key=lambda path: os.path.abspath(path) != os.path.realpath(path)):
+        first.setdefault(os.path.realpath(path) if named(path)[0] is None else str(path), path)
+    kept = {*first.values()}
+    return [path for path in found if path in kept]
 
 
 def lacking_experts(paths: Sequence[Path]) -> list[str]:
@@ -134,13 +138,10 @@ def suited(
     models = list[Model]()
     loaded: dict[str, tuple[Suite, str]] = {}  # one model for the recipes that differ in tasks alone
     wholes: dict[str, str | None] = {}
-    rows_of: dict[tuple[Any, ...], Path] = {}
     needed = None if other_tasks else list(dict.fromkeys(task for m in manifests.values() for task in tasks_of(m)))
     problems = unreplaced(folder for folder, m in manifests.items() if m["kind"] != "merged") + _stale(manifests)
+    problems += _named_alike(manifests)
     for folder, manifest in manifests.items():
-        line = manifest["label"], model_of(manifest), manifest["seed"]
-        if (other := rows_of.setdefault((*line, manifest["hyperparameters"].get("task")), folder)) != folder:
-            problems.append(_named_alike(folder, other, line, manifest))
         if not (recipe := named_by[folder]):
             problems.append(
                 f"{folder} names no suite to be scored on: pass --preset lm (language models), text (text encoders) or "
@@ -178,13 +179,23 @@ def suited(
     return models
 
 
-def _named_alike(folder: Path, other: Path, line: tuple[Any, ...], manifest: Mapping[str, Any]) -> str:
-    """The error for two models of one label, name and seed."""
-    moved = "transport" in manifest
-    made = "its merge.py transport command with --overwrite" if moved else "its train.py command with --resume"
-    way = "" if manifest["kind"] == "merged" else f", or rename one of them: {made} --label NAME"
-    label, model, seed = line
-    return f"{folder} and {other} are both {label} {model} of seed {seed}: evaluate each alone, with its own --out{way}"
+def _named_alike(manifests: Mapping[Path, Mapping[str, Any]]) -> list[str]:
+    """Errors for models of one label, name and seed; those of emr for single tasks are together one of all tasks."""
+    known: dict[tuple[Any, ...], dict[str | None, Path]] = {}
+    problems = []
+    for folder, manifest in manifests.items():
+        label, model, seed = line = manifest["label"], model_of(manifest), manifest["seed"]
+        same, alone = known.setdefault(line, {}), manifest["hyperparameters"].get("task")
+        if other := next((at for of, at in same.items() if alone is None or of in (None, alone)), None):
+            made = "its merge.py transport command with --overwrite"
+            made = made if "transport" in manifest else "its train.py command with --resume"
+            way = "" if manifest["kind"] == "merged" else f", or rename one of them: {made} --label NAME"
+            problems.append(
+                f"{folder} and {other} are both {label} {model} of seed {seed}: evaluate each alone, with its own "
+                f"--out{way}"
+            )
+        same.setdefault(alone, folder)
+    return problems
 
 
 def _loaded(

@@ -119,7 +119,7 @@ def _option_problems(merger: type[MergerConfig], options: Mapping[str, Any]) -> 
     for name, value in options.items():
         if name not in own:
             yield f"options.{name} is not an option of {merger.name}"
-        elif not _fits(value, kinds[name]):
+        elif not (_entry_fits if name in merger.by_leaf else _fits)(value, kinds[name]):
             yield f"options.{name} is {value!r}: see merge.py {merger.name} --help"
     missing = (name for name, f in own.items() if f.default is MISSING is f.default_factory and name not in options)
     yield from (f"options.{name} is missing" for name in missing)

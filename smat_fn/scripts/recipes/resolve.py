@@ -1,6 +1,7 @@
 """Convert mergekit recipes to mergers, models and coefficients: slices, filters and gradients, leaf by leaf."""
 
 import glob
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -161,9 +162,12 @@ def _whole(ref: str, base: str) -> Path:
 
 
 def _by_leaf(config: MergerConfig, coef: Any) -> bool:
-    """Whether a coefficient, a weight or a density differs by leaf."""
-    of_experts = [value for value in config.settings().values() if isinstance(value, Mapping)]
-    return any(isinstance(own, Mapping) for own in (coef, *(own for value in of_experts for own in value.values())))
+    """Whether a coefficient, a number of an expert or an option differs by leaf."""
+    found = config.settings().values()
+    of_experts: list[Iterable[Any]] = [value.values() for value in found if isinstance(value, Mapping)]
+    of_experts += [value for value in found if isinstance(value, list | tuple)]
+    options = [getattr(config, name) for name in config.by_leaf]
+    return any(isinstance(own, Mapping) for own in (coef, *options, *itertools.chain(*of_experts)))
 
 
 def entries(found: Mapping[str, Any]) -> Iterator[Any]:

@@ -8,7 +8,7 @@ import torch
 
 from ... import tree
 from ...analyses import mean_loss
-from ...config import Dev, Training
+from ...config import Dev, MethodConfig, Training
 from ...lora import Lora
 from ...parallel import World
 from ...suites import Suite
@@ -34,10 +34,11 @@ class DevCurve:
     Args:
         measure: of parameters as they would be saved.
         dev: how often, by what, and how many evaluations without a better one end training.
+        held: steps at the start that move no parameter, as those of TaLoS's calibration: nothing is evaluated in them.
     """
 
-    def __init__(self, measure: Callable[[Params], float], dev: Dev) -> None:
-        self._measure, self._dev = measure, dev
+    def __init__(self, measure: Callable[[Params], float], dev: Dev, held: int = 0) -> None:
+        self._measure, self._dev, self._held = measure, dev, held
         self.points: list[tuple[int, float]] = []  # steps done, value
         self.best: Params = None  # in the first process
 
@@ -47,7 +48,7 @@ class DevCurve:
 
     def due(self, done: int, total: int) -> bool:
         """Whether to evaluate after ``done`` of ``total`` steps: every so often, and at the end."""
-        return done % self._dev.every == 0 or done == total
+        return done > self._held and (done % self._dev.every == 0 or done == total)
 
     def add(self, done: int, params: Params, world: World) -> dict[str, float]:
         """Evaluate in the first process, which keeps a copy of the best parameters, the earliest of equals.
@@ -87,7 +88,9 @@ class DevCurve:
         return values.index(min(values) if self._dev.by == "loss" else max(values))
 
 
-def curve_of(suite: Suite, task: str, training: Training, adapters: Lora | None) -> DevCurve | None:
+def curve_of(
+    suite: Suite, task: str, training: Training, method: MethodConfig, adapters: Lora | None
+) -> DevCurve | None:
     """The curve that a training asks for. Raises: ValueError for losses of a suite without dev batches."""
     if (dev := training.dev) is None:
         return None
@@ -103,4 +106,4 @@ def curve_of(suite: Suite, task: str, training: Training, adapters: Lora | None)
         with torch.no_grad():
             return float(mean_loss(suite.loss_fn(task), suite.dev_batches(task))(full))
 
-    return DevCurve(measure, dev)
+    return DevCurve(measure, dev, getattr(method, "held", 0))

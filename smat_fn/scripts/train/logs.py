@@ -59,7 +59,8 @@ class Log:
         self._due_at = known.get("logged", -1)
         self._newest: tuple[int, Any] = (self.start - 1, math.nan)  # step and loss
         self._last: dict[str, Any] | None = None
-        self.largest_norm = 0.0  # of the gradients in lines so far
+        self._rest: Callable[[], None] = lambda: None  # makes a line of the newest step due, if it has none
+        self.largest_norm: float | None = None  # of the gradients in lines so far
 
     def __enter__(self) -> "Log":
         last = keep_lines(self.path, before=self.start)
@@ -96,16 +97,21 @@ class Log:
         self._newest = step, info.loss
         unit, amount = amount_of(batch)
         self._amount = self._amount + amount
-        if (step + 1) % self.every and step + 1 < self.total:
-            return
+        self._rest = partial(self._end_line, step, info, unit)
+        if not ((step + 1) % self.every and step + 1 < self.total):
+            self._rest()
+        if step + 1 == self.total:
+            self._read()
+
+    def _end_line(self, step: int, info: Any, unit: str) -> None:
+        """End the line of the steps since the last one, which is read and written."""
+        self._rest = lambda: None
         memory = {name: value for name, value in self._memory().items() if name == "peak_memory_bytes"}
         line = partial(self._line, step, info, unit, self._amount, self.watch.laps, memory, self._losses)
         self._amount, self._losses = 0, []
         self._read()
         self._write()
         self._due, self._due_at = line, step
-        if step + 1 == self.total:
-            self._read()
 
     def _line(
         self,
@@ -138,7 +144,7 @@ class Log:
         if (share := self.watch.simulation_share(laps)) is not None:
             self._last["simulation_share"] = round(share, 4)
         self._seconds = seconds
-        self.largest_norm = max(self.largest_norm, self._last["grad_norm"])
+        self.largest_norm = max(self.largest_norm or 0.0, self._last["grad_norm"])
         kind, loss, norm = KINDS[simulated], self._last["loss"], self._last["grad_norm"]
         self._bar.set_postfix_str(f"loss {loss:.3f}, grad {norm:.2f}, {kind}", refresh=False)
 
@@ -166,9 +172,14 @@ class Log:
         }
         return {"seconds": round(self.watch.seconds(), 3), **per_step, **self._memory()}
 
+    def end(self) -> None:
+        """Read the last line: of a training that ended before its last step too."""
+        self._rest()
+        self._read()
+
     def finish(self, **facts: Any) -> None:
         """The last line, with these facts."""
-        self._read()
+        self.end()
         self._last = {**(self._last or {"step": self._newest[0]}), **facts}
         self._write()
 

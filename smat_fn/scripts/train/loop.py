@@ -143,7 +143,7 @@ def train_expert(
     run, state, kept = _built(suite, task, method, training, key, world, offload)
     whole: Callable[[Any], Any] = run.whole if isinstance(run, Sharded) else lambda state: state
     if curve is None and training.dev is not None:
-        curve = curve_of(suite, task, training, adapters_of(loss_of(suite, task, training), training))
+        curve = curve_of(suite, task, training, method, adapters_of(loss_of(suite, task, training), training))
     if saver is not None and world.agree(saver.path.exists()):  # the first process's disk decides
         best = partial(_expert, whole, state, suite, training)
         state = _restored(saver, state, curve, best, world, run if isinstance(run, Sharded) else None)

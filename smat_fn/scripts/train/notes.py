@@ -67,17 +67,17 @@ def coarse_line(base: Mapping[str, Tensor], method: MethodConfig, training: Trai
     return f"Perturb cannot move {still:,} of {size:,} parameters: their dtype is too coarse there"
 
 
-def still_line(training: Training, params: Params, base: Params, largest_norm: float) -> str:
+def still_line(training: Training, params: Params, base: Params, largest_norm: float | None) -> str:
     """Why training changed no parameter, and the way out; an empty text where one differs from base.
 
-    Args: largest_norm: of the gradients that the log has read.
+    Args: largest_norm: of the gradients that the log has read, None for none.
     """
     found = tree.flatten(params)
     if not all(torch.equal(found.get(path, leaf), leaf) for path, leaf in tree.flatten(base).items()):
         return ""
     if not any(float(rate(step)) for rate in schedules(training).values() for step in range(training.length)):
         cause = "the learning rate is 0 in every step: give another --lr, or less --warmup"
-    elif not largest_norm:
+    elif largest_norm == 0:
         cause = (
             "every gradient is 0: no trained parameter reaches the loss (--dry-run lists them), or no row has a label"
         )

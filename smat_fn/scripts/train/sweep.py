@@ -5,6 +5,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import fields
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from .launching import Job, Launcher
 from .settings import DataSettings, Status, Sweep
 
 JOBS = "jobs"  # folder of their logs
+_MOST = 100  # files to hold open
 
 
 class Progress(NamedTuple):
@@ -66,9 +68,26 @@ def jobs(options: Sweep, *, script: Sequence[str]) -> list[Job]:
         for method in options.methods:
             name = f"{method}-seed{seed}"
             own_flags = ("--seed", str(seed), "--out", str(options.out / name), "--resume")
-            command = (sys.executable, *script, method, *own_flags, *flags)
+            command = (sys.executable, *script, method, *own_flags, *flags_of(method, flags)[0])
             found.append(Job(name, command, options.out / JOBS / f"{name}.log"))
     return found
+
+
+def flags_of(method: str, flags: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words of ``--flags`` for a method, and the options that it lacks, which are those of other methods."""
+    of = {
+        config.name: {f"--{option.name.replace('_', '-')}" for option in fields(config)}
+        for config in (*METHODS, *MORE_METHODS)
+    }
+    foreign = set[str]().union(*of.values()) - of.get(method, set())
+    own, left, taken = list[str](), list[str](), True
+    for word in flags:
+        if word.startswith("--"):
+            name = word.partition("=")[0].replace("_", "-")
+            taken = name not in foreign and name.replace("--no-", "--") not in foreign
+            left += [] if taken else [name]
+        own += [word] if taken else []
+    return own, left
 
 
 def sweep(options: Sweep, *, script: Sequence[str], report: Callable[[str], None] = print) -> None:
@@ -84,12 +103,14 @@ def sweep(options: Sweep, *, script: Sequence[str], report: Callable[[str], None
     if not options.other_code:
         _check_code([_run(options, job) for job in wanted])
     waiting = [job for job in wanted if not _ended_well(job, _run(options, job), options.flags)]
+    for method in options.methods:
+        if others := flags_of(method, shlex.split(options.flags))[1]:
+            report(f"note: {method} has no {' or '.join(others)}, and is trained without")
     report(f"{len(wanted)} runs, {len(wanted) - len(waiting)} of them done; logs in {options.out / JOBS}")
     failed, ended = list[Job](), 0
     with ExitStack() as held, leaving_on_signals():
-        for job in waiting:
-            lock = job.log.with_suffix(".lock")
-            held.enter_context(locked(lock, f"another sweep runs {job.name} (it holds {lock}): wait for it"))
+        for lock, name in _locks(options, waiting).items():
+            held.enter_context(locked(lock, f"another sweep runs {name} (it holds {lock}): wait for it"))
         launched = chain.from_iterable(launch(wave) for wave in _waves(options.flags, waiting) if not failed)
         for job, status in launched:
             ended += 1
@@ -107,6 +128,13 @@ def sweep(options: Sweep, *, script: Sequence[str], report: Callable[[str], None
             f"{len(failed)} runs failed: read {', '.join(str(j.log) for j in failed)}, then rerun the sweep{rest}"
         )
     errors.raise_problems(_other_rows([_run(options, job) for job in wanted]))
+
+
+def _locks(options: Sweep, waiting: Sequence[Job]) -> dict[Path, str]:
+    """The files that a sweep locks, with what they stand for: its runs, or all where they would be too many to open."""
+    if len(waiting) > _MOST:
+        return {options.out / JOBS / "sweep.lock": "here"}
+    return {job.log.with_suffix(".lock"): job.name for job in waiting}
 
 
 def _waves(flags: str, waiting: Sequence[Job]) -> list[list[Job]]:

@@ -247,11 +247,17 @@ def planned(
     few = [f"{task} ({own.length} steps)" for task, own in budgets.items() if own.length <= run.keep_snapshots]
     if few and run.keep_snapshots:
         raise ValueError(f"keep_snapshots is {run.keep_snapshots}, must be below the steps of {', '.join(few)}")
+    held = getattr(method, "held", 0)
+    if short := [f"{task} ({own.length} steps)" for task, own in budgets.items() if own.length <= held]:
+        raise ValueError(
+            f"{method.name} moves no parameter in its first {held} steps, and {', '.join(short)} have no more: give "
+            "more --steps, or a smaller --calibration"
+        )
     errors.raise_problems([f"{task}: {text}" for task, own in budgets.items() for text in problems_of(schedules, own)])
     losses = {task: loss_of(suite, task, training) for task in run.tasks}
     if training.shard and suite.recipe.get("linearised"):
         raise ValueError("`shard` is not supported with linearised: leave one of them out")
-    errors.raise_problems(problems_of(curve_of, suite, run.tasks[0], training, None))
+    errors.raise_problems(problems_of(curve_of, suite, run.tasks[0], training, method, None))
     if "gram" in run.statistics:
         found = problems_of(gram_layers, losses[run.tasks[0]], suite.base)
         errors.raise_problems([f"statistics gram: {text}" for text in found])
@@ -310,7 +316,7 @@ def _train_one(shared: Shared, expert: Expert) -> None:
         return
     if last is not None:
         report(f"{task}: resumes after step {last.step} of {training.steps}{by_other_code(last._asdict())}")
-    kept, curve = Kept(suite, run, expert, world), curve_of(suite, task, training, expert.adapters)
+    kept, curve = Kept(suite, run, expert, world), curve_of(suite, task, training, method, expert.adapters)
     train = partial(train_expert, suite, task, method, training, seed=run.seed, saver=saver, stop=stop, world=world)
     train = partial(train, curve=curve, offload=run.offload, on_state=kept)
     if not world.leads:
@@ -387,6 +393,7 @@ def _manifest(shared: Shared, expert: Expert, params: Params, log: Log, curve: D
     The probe comes after the peak was read: its memory and time are not those of training.
     """
     suite, method, run, _, world, report = shared
+    log.end()
     found, task, training = log.cost(), expert.task, expert.training
     full = whole_weights(params, suite.base, expert.adapters)
     probed = _probe(shared, task, full)

@@ -101,6 +101,16 @@ def test_several_bases_have_no_line(runs, tmp_path, train, suite):
         evaluate(both, base=True)
 
 
+def test_a_checkpoint_that_a_link_leads_to_is_scored_once_by_its_own_name(runs, tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "link").symlink_to(runs["ft"])
+    of_run = find_checkpoints([runs["ft"]])
+    assert find_checkpoints([tmp_path / "a", runs["ft"]]) == of_run
+    assert [path.relative_to(tmp_path / "a" / "link") for path in find_checkpoints([tmp_path / "a"])] == [
+        path.relative_to(runs["ft"]) for path in of_run
+    ]
+
+
 def test_runs_of_one_training_seed_and_two_suite_seeds_are_not_compared(runs, suite, tmp_path, monkeypatch):
     def load(*, seed, **recipe):  # of equal bases, as those of texts and images, whose heads differ
         return suite.replace(recipe={**suite.recipe, "seed": seed})

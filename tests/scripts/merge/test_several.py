@@ -137,5 +137,6 @@ def test_a_model_for_one_task_is_scored_on_it_and_models_for_all_tasks_as_their_
         evaluation.evaluate([*experts[:2], alone[0]])
     with pytest.raises(ValueError, match=f"other_tasks names '{tasks[1]}', a task of the checkpoints"):
         evaluation.evaluate(alone[:1], other_tasks=[tasks[1]])
-    with pytest.raises(ValueError, match=f"SMAT, emr, seed 21 has two scores on {tasks[0]}"):
-        evaluation.evaluate([merged / "emr", alone[0]])
+    for one, two in (merged / "emr", alone[0]), (alone[0], merged / "emr"):
+        with pytest.raises(ValueError, match="are both SMAT emr of seed 21: evaluate each alone"):
+            evaluation.evaluate([one, two])

@@ -8,7 +8,7 @@ import torch
 
 from smat_fn import checkpoint
 from smat_fn.checkpoint import same
-from smat_fn.config import Adapters, Dev, Finetune, Training
+from smat_fn.config import Adapters, Dev, Finetune, Talos, Training
 from smat_fn.parallel import ALONE
 from smat_fn.scripts.train.dev_curve import DevCurve
 from smat_fn.scripts.train.logs import Log
@@ -37,6 +37,8 @@ def test_the_earliest_best_is_kept_and_patience_counts_from_it(by, values, kept,
     assert curve.best["w"].item() == values.index(kept)
     assert curve.facts()["step"] == 2 * values.index(kept) + 2
     assert [curve.due(step, 5) for step in range(1, 6)] == [False, True, False, True, True]
+    held = DevCurve(lambda params: 0.0, Dev(2, by), held=3)
+    assert [held.due(step, 5) for step in range(1, 6)] == [False, False, False, True, True]
 
 
 def scored(suite, values):
@@ -70,6 +72,17 @@ def test_the_expert_is_the_best_state_and_the_manifest_has_the_curve(suite, trai
     assert [(row["step"], row["dev_score"]) for row in rows if "dev_score" in row] == [(1, 50.0), (3, 70.0), (5, 60.0)]
     plain = train_expert(suite, "rot90", Finetune(), SIX, seed=21)
     assert same(plain, seen[2]), "evaluations change no step"
+
+
+def test_nothing_is_evaluated_before_talos_moves_a_parameter(suite, train, tmp_path):
+    own, seen = scored(suite, [50.0, 70.0])
+    talos, training = Talos(sparsity=0.5, rounds=2, calibration=3), replace(SIX, dev=Dev(2, patience=1))
+    train(tmp_path, method=talos, suite=own, tasks=("rot90",), training=training)
+    assert [step for step, _ in checkpoint.load_manifest(tmp_path / "rot90")["evaluations"]["curve"]] == [4, 6]
+    assert not same(seen[0], suite.base)
+    with pytest.raises(ValueError, match=r"talos moves no parameter in its first 6 steps, and rot90 .6 steps. have no"):
+        train(tmp_path / "six", method=replace(talos, calibration=6), tasks=("rot90",), training=SIX)
+    assert [Talos().held, Talos(sparsity=0.0).held, Talos(calibration=7).held] == [20, 0, 7]
 
 
 def test_patience_ends_training(suite, train, tmp_path):

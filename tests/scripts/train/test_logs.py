@@ -1,5 +1,6 @@
 """What else a log does: trackers that need not be installed, rates of tokens, laps, lines that are kept."""
 
+import itertools
 import json
 import sys
 import types
@@ -173,6 +174,21 @@ def test_a_line_says_tokens_a_second_memory_and_the_share_of_simulating(tmp_path
     # three clean steps of 5 s together, and one of 2.5 s
     assert (first["simulation_share"], last["simulation_share"]) == (0.0, round((2.5 - 5 / 3) / 7.5, 4))
     assert (first["seconds"], last["seconds"]) == (2.0, 7.5)
+
+
+def test_a_training_that_ends_early_has_a_line_of_its_last_step(tmp_path, monkeypatch):
+    path, now = tmp_path / "log.jsonl", itertools.count()
+    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: float(next(now)))
+    with Log(path, task="t", total=9, every=4, device=CPU, rates=lambda step: {"lr": 0.5}) as log:
+        assert log.largest_norm is None
+        for step, norm in enumerate((2.0, 3.0, 7.0)):
+            log.step(step, Info(torch.tensor(1.0), None, torch.tensor(norm)), torch.zeros(4, 2))
+        log.end()
+        assert log.largest_norm == 7
+        log.finish(note=1)
+    (line,) = map(json.loads, path.read_text().splitlines())
+    assert (line["step"], line["grad_norm"], line["lr"], line["note"]) == (2, 7.0, 0.5, 1)
+    assert line["examples_per_second"] == round(12 / line["seconds"], 2)
 
 
 def test_the_largest_norm_is_that_of_all_lines(tmp_path):

@@ -115,6 +115,32 @@ def test_runs_that_measure_their_sigma_wait_for_those_that_it_is_measured_on(fla
     assert [words[0] for words, _ in calls(script)] == order
 
 
+def test_a_sweep_of_many_runs_holds_one_lock(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "_MOST", 1)
+    options, lock = Sweep(tmp_path / "out", methods=("ft",), seeds=(1, 2)), tmp_path / "out/jobs/sweep.lock"
+    with locked(lock, ""), pytest.raises(ValueError, match=r"another sweep runs here .it holds"):
+        sweep.sweep(options, script=[str(script)])
+    sweep.sweep(options, script=[str(script)])
+    assert len(calls(script)) == 2
+
+
+def test_flags_of_some_methods_are_given_to_these(script, tmp_path):
+    flags = "--steps 2 --sigma auto --alpha-min=0.5 --no-adaptive --rho 0.1 --label x"
+    options, lines = Sweep(tmp_path / "out", methods=("asam", "ft", "smat"), seeds=(1,), flags=flags), []
+    sweep.sweep(options, script=[str(script)], report=lines.append)
+    given = {words[0]: words[words.index("--resume") + 1 :] for words, _ in calls(script)}
+    assert list(given) == ["ft", "asam", "smat"]
+    assert given["ft"] == ["--steps", "2", "--label", "x"]
+    assert given["asam"] == ["--steps", "2", "--no-adaptive", "--rho", "0.1", "--label", "x"]
+    assert given["smat"] == ["--steps", "2", "--sigma", "auto", "--alpha-min=0.5", "--rho", "0.1", "--label", "x"]
+    assert lines[:2] == [
+        "note: asam has no --sigma or --alpha-min, and is trained without",
+        "note: ft has no --sigma or --alpha-min or --no-adaptive or --rho, and is trained without",
+    ]
+    sweep.sweep(options, script=[str(script)], report=lines.append)
+    assert len(calls(script)) == 3
+
+
 def test_no_run_takes_another_sigma_because_the_run_that_it_is_measured_on_failed(script, tmp_path):
     options = Sweep(tmp_path / "out", methods=("smat", "ft"), seeds=(1, 2), flags="--sigma auto")
     (tmp_path / "fail-ft").touch()

@@ -36,8 +36,16 @@ def is_adapter(path: Path) -> bool:
     """Does a folder hold an adapter and no whole model, or is a file one of another tool?"""
     own = any((path / file).exists() for file in (CONFIG, WEIGHTS, PICKLED))
     names = checkpoint.WEIGHTS, checkpoint.INDEX, reading.PICKLED, reading.PICKLED_INDEX
-    whole = any((path / file).is_file() for file in names)
-    return (own and not whole) or file_of(path) is not None
+    whole = [file for file in names if (path / file).is_file()]
+    return (own and (not whole or (whole == [reading.PICKLED] and _holds_a_head(path)))) or file_of(path) is not None
+
+
+def _holds_a_head(path: Path) -> bool:
+    """Whether pytorch_model.bin beside an adapter holds a value head alone, as TRL's PPO writes it."""
+    try:
+        return all(name.startswith("v_head.") for name in Pickled(path / reading.PICKLED).names)
+    except (OSError, ValueError):  # whoever reads it says what is wrong
+        return False
 
 
 def bare_name(name: str) -> str:
@@ -79,6 +87,7 @@ def opened_folder(label: str, path: Path, *, whole: bool = False) -> Opened:
     problems = list(config_problems(label, config, whole=whole))
     beside = unread_weights(path)
     heads = [name for name in beside if name.startswith(_HEADS)]
+    heads += [reading.PICKLED] if (path / reading.PICKLED).is_file() and _holds_a_head(path) else []
     problems += [
         f"{label}: {path / name} holds weights beside the adapter, which are not read here: write the whole model by "
         "the program that trained it, and give that, or a copy of the adapter's folder without this file"

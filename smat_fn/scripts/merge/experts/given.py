@@ -42,6 +42,12 @@ def origins(experts: Sequence[Path]) -> list[str]:
     return [str(name) for name in found if name]
 
 
+def _instead_of_weights(config: MergerConfig) -> str:
+    if config.name == "wa":
+        return "use weighted_average"
+    return "give --weights, in the experts' order" if hasattr(config, "weights") else "leave them out"
+
+
 def weighted(
     configs: Sequence[MergerConfig], base: Path, experts: Sequence[Path], given: Sequence[float | None]
 ) -> list[MergerConfig]:
@@ -55,8 +61,7 @@ def weighted(
         return list(configs)
     example = "@".join(map(str, next(iter(weights.items()))))
     problems = [
-        f"{config.name} takes no weights by expert, as {example}: "
-        + ("use weighted_average" if config.name == "wa" else "leave them out")
+        f"{config.name} takes no weights by expert, as {example}: " + _instead_of_weights(config)
         for config in configs
         if not isinstance(config, (Weighted, WeightedAverage))
     ]

@@ -106,7 +106,8 @@ def test_a_recipe_is_what_mergekit_makes_of_it(name, made_of, golden):
 REPEATED = (
     "ties-gradients", "della", "slerp-gradient-slices", "linear-filters", "breadcrumbs", "passthrough-of-another-base",
     "slices-linear-unequal", "slices-karcher-unequal", "slices-growing", "tokens",
-    "slices-ramplus-unequal", "nearswap", "dare-linear-not-rescaled",
+    "slices-ramplus-unequal", "nearswap", "nearswap-gradient", "multislerp-gradients-without-base",
+    "dare-linear-not-rescaled",
     "adapters-of-base-and-of-a-model", "adapters-in-slices",
     "tokenizer-union-mean", "tokenizer-of-a-model",
 )  # fmt: skip
@@ -947,6 +948,10 @@ def test_experts_have_weights_on_the_command_line(models, tmp_path, monkeypatch)
         run("wa", "--experts", f"{models / 'A'}@0.5", models / "B")
     with pytest.raises(SystemExit, match=r"cart takes no weights by expert, as A@0\.5: leave them out"):
         run("cart", "--experts", f"{models / 'A'}@0.5", models / "B", "--coef", "1")
+    with pytest.raises(
+        SystemExit, match=r"karcher takes no weights by expert, as A@0\.5: give --weights, in the expert"
+    ):
+        run("karcher", "--experts", f"{models / 'A'}@0.5", models / "B")
     run("tsv_merge", "--experts", f"{models / 'A'}@0.5", models / "B", "--coef", "1", "--weights", "B", "-2")
     weights = {"A": 0.5, "B": -2.0}
     expected = merge.tsv_merge(base, {"A": a, "B": b}, coef=1.0, weights=weights)
