@@ -17,6 +17,8 @@ from .parts.inputs import Experts, check_alone, type_problems
 from .parts.merger import Mapped, Merger, Rule, merge_alone
 from .parts.per_expert import names_of
 
+_OTHERS = "give other weights, or normalize False where a merger has it"
+
 
 def weighted_average(
     experts: Experts, *, weights: Mapping[str, Rules] | Sequence[Rules], normalize: bool = True
@@ -56,10 +58,7 @@ def mean_of(values: Iterable[Tensor], weights: Sequence[float], *, normalize: bo
 def divisor_of(weights: Sequence[float], *, normalize: bool) -> float:
     """The sum of weights, or 1, by which a weighted sum is divided. Raises: ValueError for a sum of 0."""
     if normalize and no_sum(weights):
-        raise ValueError(
-            f"the sum of weights {list(weights)} of a parameter is 0: give other weights, or normalize False (karcher "
-            "has no such option)"
-        )
+        raise ValueError(f"the sum of weights {list(weights)} of a parameter is 0: {_OTHERS}")
     return math.fsum(weights) if normalize else 1.0
 
 
@@ -107,9 +106,7 @@ def given_weights(
     if not problems and names and normalize and len(numbers) == len(table):
         problems += type_problems(**{"the sum of weights": math.fsum(numbers)})
         if no_sum(numbers):
-            problems.append(
-                "the sum of weights is 0: give other weights, or normalize False (karcher has no such option)"
-            )
+            problems.append(f"the sum of weights is 0: {_OTHERS}")
     return problems, {name: table[name] for name in names if name in table}
 
 

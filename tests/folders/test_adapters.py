@@ -449,6 +449,24 @@ def test_an_adapter_of_which_a_part_was_saved_is_noted(settings, noted, base, ad
     assert plan(TA, start, {"x": adapter(both, name="both", **settings)}, tmp_path / "out").notes == ()
 
 
+def test_an_expression_that_never_ends_is_waited_for_once(base, adapter, folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(adapter_config, "_LONGEST", 0.01)
+    asked, match = [], adapter_config.regex.fullmatch
+
+    def slow(expression, text, timeout):
+        asked.append(text)
+        return match("(a|a)*", "a" * 40 + "b", timeout=timeout)
+
+    monkeypatch.setattr(adapter_config.regex, "fullmatch", slow)
+    wide = base | {f"model.layers.{i}.q.weight": base["model.layers.1.q.weight"].clone() for i in range(2, 9)}
+    start, half = (
+        folders.save(tmp_path / "base", wide),
+        adapter({"model.layers.0.q": factors((6, 6))}, target_modules="x"),
+    )
+    assert plan(TA, start, {"x": half}, tmp_path / "out").notes == ()
+    assert len(asked) == 1
+
+
 @pytest.mark.parametrize("file", [*BESIDE, "vit.safetensors", "extra.pt"])
 def test_weights_that_were_trained_beside_an_adapter_are_not_lost_unsaid(file, base, adapter, folders, tmp_path):
     folder = adapter({f"model.{UP}": factors((10, 6))})

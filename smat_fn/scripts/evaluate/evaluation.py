@@ -55,9 +55,8 @@ def evaluate(
     Raises:
         ValueError: lists every checkpoint without a suite, of another base, merged from other experts than those that
             are scored beside it, of one label, model and seed with another, or of one seed with another and of another
-            suite seed, before any is scored; for scores that
-            `main_table` cannot average, before they are computed; for weights that are not finite or not those that
-            their manifest names, and scores that are not numbers.
+            suite seed, before any is scored; for scores that `main_table` cannot average, before they are computed;
+            for weights that are not finite or not those that their manifest names, and scores that are not numbers.
     """
     manifests = manifests_of(folders)
     models = suited(manifests, options or {}, implied, split, other_tasks=other_tasks is not None)

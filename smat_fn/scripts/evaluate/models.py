@@ -187,8 +187,8 @@ def _named_alike(manifests: Mapping[Path, Mapping[str, Any]]) -> list[str]:
         label, model, seed = line = manifest["label"], model_of(manifest), manifest["seed"]
         same, alone = known.setdefault(line, {}), manifest["hyperparameters"].get("task")
         if other := next((at for of, at in same.items() if alone is None or of in (None, alone)), None):
-            made = "its merge.py transport command with --overwrite"
-            made = made if "transport" in manifest else "its train.py command with --resume"
+            moved = "transport" in manifest
+            made = "its merge.py transport command with --overwrite" if moved else "its train.py command with --resume"
             way = "" if manifest["kind"] == "merged" else f", or rename one of them: {made} --label NAME"
             problems.append(
                 f"{folder} and {other} are both {label} {model} of seed {seed}: evaluate each alone, with its own "

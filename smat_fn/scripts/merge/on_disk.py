@@ -44,8 +44,6 @@ from .provenance.card import card, library_of, licenses_of, rounding
 from .provenance.fingerprints import expert_prints, fingerprints_of
 from .provenance.finished import differences, hashes, is_merged, other_inputs, seconds_to_hash, texts
 
-DONE = "already finished: its files and inputs match its model card"
-
 
 class Order(NamedTuple):
     """Inputs, output and settings that all mergers of a call share."""
@@ -215,7 +213,7 @@ def summary(
     coef = getattr(config, "coef", None)
     outcome.add("merged", {"folder": folder, "coef": coef, "kept": report is None})
     if report is None:
-        return [f"kept: {folder}: {DONE}{by_other_code(checkpoint.load_manifest(folder))}"]
+        return [f"kept: {folder}: {_done(folder)}"]
     said = "" if coef is None else f", coef {coef:g}"
     if coefs and hasattr(config, "coef"):
         # a glob of all parameters leaves none to the merger's own coefficient
@@ -227,11 +225,16 @@ def summary(
     return [first, *(f"note: {note}" for note in report.notes)]
 
 
+def _done(folder: Path) -> str:
+    made = by_other_code(checkpoint.load_manifest(folder))
+    return f"already finished: its files and inputs match its model card{made}"
+
+
 def plan_text(folder: Path, found: Plan | None) -> str:
     """Lines for a merge into ``folder`` that `plan_run` has planned."""
     outcome.add("plans", {"folder": folder} | ({"kept": True} if found is None else found._asdict()))
     if found is None:
-        return f"{folder}: {DONE}{by_other_code(checkpoint.load_manifest(folder))}"
+        return f"{folder}: {_done(folder)}"
     files = f"{len(found.shards)} file" + ("s" if len(found.shards) > 1 else "")
     hashing = seconds_to_hash(found.read + 3 * found.disk)  # files, and the fingerprints of base and result
     return "\n".join(

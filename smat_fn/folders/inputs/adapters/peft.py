@@ -87,7 +87,7 @@ def opened_folder(label: str, path: Path, *, whole: bool = False) -> Opened:
     problems = list(config_problems(label, config, whole=whole))
     beside = unread_weights(path)
     heads = [name for name in beside if name.startswith(_HEADS)]
-    heads += [reading.PICKLED] if (path / reading.PICKLED).is_file() and _holds_a_head(path) else []
+    heads += [reading.PICKLED] if _holds_a_head(path) else []
     problems += [
         f"{label}: {path / name} holds weights beside the adapter, which are not read here: write the whole model by "
         "the program that trained it, and give that, or a copy of the adapter's folder without this file"
